@@ -1,0 +1,1 @@
+"""Which worker gets this request? Pure: values in, a decision out."""

@@ -1,0 +1,132 @@
+"""Unfit? What does it cost? Which? The only question the shell asks of this room is `pick()`. Pure.
+
+May import: the standard library, msgspec, router.core.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Literal
+
+import msgspec
+
+from router.core.types import WorkerAddress
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One worker as the router knows it now. Tokens are this request's, loads are everybody's."""
+
+    worker: WorkerAddress
+    matched_tokens: int  # of this prompt, held by the worker (whole blocks, at most prompt - 1), predictions included
+    booked_prefill_tokens: int = 0  # Q: uncached prompt tokens sent there and not yet at first token
+    inflight_requests: int = 0  # n
+    kv_held_ratio: float = 0.0  # share of the worker's KV cache held by running requests, 0..1
+    prefill_tokens_per_s: float = 20_000.0  # R, learnt or configured
+    working_set_blocks: int = 0  # distinct blocks routed there lately
+    ready: bool = True
+    max_model_len_tokens: int | None = None
+
+
+class RoutingRequest(msgspec.Struct, frozen=True):
+    """What a policy may know of a request. `prompt_tokens` is 0 when the ids are not known."""
+
+    prompt_tokens: int = 0
+    crowd_requests: int = 0  # in flight whose deepest known block is this request's
+    sequence: int = 0  # counts requests, for round-robin
+    affinity: bytes = b""  # what consistent hashing hashes (first block key or session), b"" = none
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """Weights of the default policy (docs/adr/0003). Each has a unit."""
+
+    alpha: float = 3.0
+    beta_per_request: float = 0.3
+    crowd_half_requests: float = 2.0  # c0
+    n0_requests: float = 4.0
+    w_kv_s: float = 0.3
+    placement_miss_ratio: float = 0.95  # above this share missing everywhere, place by working set
+    placement_slack_ratio: float = 1.5
+
+
+class Refused(msgspec.Struct, frozen=True):
+    reason: Literal["no_worker", "overloaded", "too_long"]  # closed: it is a metric label
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """`terms` maps a score's part to its value for the winner; `reason` is a metric label from a closed set."""
+
+    worker: WorkerAddress
+    matched_tokens: int
+    reason: str
+    price: float = 0.0
+
+
+Decision = Chosen | Refused
+Policy = Callable[[Sequence[Candidate], RoutingRequest, Costs, Random], Decision]
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """One candidate's price by part, for explain: J = (queue_s + own_s + regret_s + kv_s) * company."""
+
+    queue_s: float
+    own_s: float
+    regret_s: float
+    kv_s: float
+    company: float
+
+    @property
+    def price(self) -> float:
+        return (self.queue_s + self.own_s + self.regret_s + self.kv_s) * self.company
+
+
+def uncached_tokens(candidate: Candidate, request: RoutingRequest) -> int:
+    """M: the part of the prompt this worker would have to compute."""
+    return max(request.prompt_tokens - candidate.matched_tokens, 0)
+
+
+def fit(candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[Candidate]:
+    """Those that may get this request. Per worker, never a fleet-wide gate."""
+    return [
+        c
+        for c in candidates
+        if c.ready and (c.max_model_len_tokens is None or request.prompt_tokens < c.max_model_len_tokens)
+    ]
+
+
+def price(c: Candidate, m_min: int, request: RoutingRequest, costs: Costs) -> Terms:
+    """J of docs/adr/0003: seconds of prefill ahead, plus a surcharge for a miss that another worker would not have."""
+    m = uncached_tokens(c, request)
+    n = c.inflight_requests
+    a = (costs.alpha + costs.beta_per_request * n) / (1.0 + request.crowd_requests / costs.crowd_half_requests)
+    r = c.prefill_tokens_per_s
+    return Terms(
+        queue_s=c.booked_prefill_tokens / r,
+        own_s=m / r,
+        regret_s=a * (m - m_min) / r,
+        kv_s=costs.w_kv_s * c.kv_held_ratio,
+        company=n + costs.n0_requests,
+    )
+
+
+def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
+    """The default policy, `prefix`: least J; a prefix nobody holds goes to the smallest working set near the least J."""
+    able = fit(candidates, request)
+    if not able:
+        return refuse(candidates)
+    m_min = min(uncached_tokens(c, request) for c in able)
+    priced = [(price(c, m_min, request, costs).price, c) for c in able]
+    least = min(p for p, _ in priced)
+    reason = "prefix" if m_min < request.prompt_tokens else "load"
+    if request.prompt_tokens and m_min > costs.placement_miss_ratio * request.prompt_tokens:
+        near = [(float(c.working_set_blocks), p, c) for p, c in priced if p <= least * costs.placement_slack_ratio]
+        smallest = min(near, key=lambda t: (t[0], t[1]))
+        best = [c for w, p, c in near if w == smallest[0] and p == smallest[1]]
+        reason = "placement"
+    else:
+        best = [c for p, c in priced if p == least]
+    winner = best[0] if len(best) == 1 else rng.choice(best)
+    return Chosen(worker=winner.worker, matched_tokens=winner.matched_tokens, reason=reason, price=least)
+
+
+def refuse(candidates: Sequence[Candidate]) -> Refused:
+    """Why nobody fits: too long a prompt only when somebody was ready."""
+    return Refused("too_long" if any(c.ready for c in candidates) else "no_worker")
