@@ -1,0 +1,136 @@
+"""What this router itself has under way: the load signal that is never late.
+
+A booking is made in the same step as the choice and taken back however the request ends. Counts belong to one life of
+a worker: when a pod goes and comes back, an old booking is released on the old counters (H21). No I/O, no clock.
+May import: the standard library, router.core.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from router.core.types import BlockKey, WorkerAddress
+
+
+class WorkerLoad:
+    """The counts of one life of one worker."""
+
+    __slots__ = ("decode_context_tokens", "inflight_requests", "prefill_tokens", "requests_total")
+
+    def __init__(self) -> None:
+        self.prefill_tokens = 0  # uncached prompt tokens sent and not yet at first token
+        self.inflight_requests = 0
+        self.decode_context_tokens = 0  # prompt tokens of requests that are past their first token
+        self.requests_total = 0
+
+
+class Booking:
+    """One request on one worker. A context manager; `first_token` and `release` are idempotent."""
+
+    __slots__ = ("_crowd", "_crowd_key", "_load", "_on_first_token", "_prompt_tokens", "_state", "_uncached_tokens")
+
+    def __init__(
+        self,
+        load: WorkerLoad,
+        *,
+        uncached_tokens: int,
+        prompt_tokens: int,
+        crowd: Counter[BlockKey],
+        crowd_key: BlockKey | None,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> None:
+        self._load = load
+        self._uncached_tokens = uncached_tokens
+        self._prompt_tokens = prompt_tokens
+        self._crowd = crowd
+        self._crowd_key = crowd_key
+        self._on_first_token = on_first_token
+        self._state = "prefill"
+        load.prefill_tokens += uncached_tokens
+        load.inflight_requests += 1
+        load.requests_total += 1
+        if crowd_key is not None:
+            crowd[crowd_key] += 1
+
+    def first_token(self) -> None:
+        """Prefill is done: the first byte of the answer's content was seen."""
+        if self._state == "prefill":
+            self._state = "decode"
+            self._load.prefill_tokens -= self._uncached_tokens
+            self._load.decode_context_tokens += self._prompt_tokens
+            if self._on_first_token is not None:
+                self._on_first_token()
+
+    def release(self) -> None:
+        """The request has ended, however."""
+        if self._state == "over":
+            return
+        if self._state == "prefill":
+            self._load.prefill_tokens -= self._uncached_tokens
+        else:
+            self._load.decode_context_tokens -= self._prompt_tokens
+        self._load.inflight_requests -= 1
+        self._state = "over"
+        if self._crowd_key is not None:
+            left = self._crowd[self._crowd_key] - 1
+            if left > 0:
+                self._crowd[self._crowd_key] = left
+            else:
+                del self._crowd[self._crowd_key]
+
+    def __enter__(self) -> Booking:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+class Bookings:
+    """All workers' counts, and how many requests in flight share a deepest known block (`crowd`)."""
+
+    def __init__(self) -> None:
+        self._loads: dict[WorkerAddress, WorkerLoad] = {}
+        self._crowd: Counter[BlockKey] = Counter()
+
+    def of(self, worker: WorkerAddress) -> WorkerLoad:
+        """The counts of the worker's present life."""
+        load = self._loads.get(worker)
+        if load is None:
+            load = self._loads[worker] = WorkerLoad()
+        return load
+
+    def hold(
+        self,
+        worker: WorkerAddress,
+        *,
+        uncached_tokens: int = 0,
+        prompt_tokens: int = 0,
+        crowd_key: BlockKey | None = None,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> Booking:
+        """Book a request; release it by leaving the `with` block or by `release()`.
+
+        `on_first_token` is called once, when the prompt has been computed.
+        """
+        return Booking(
+            self.of(worker),
+            uncached_tokens=uncached_tokens,
+            prompt_tokens=prompt_tokens,
+            crowd=self._crowd,
+            crowd_key=crowd_key,
+            on_first_token=on_first_token,
+        )
+
+    def crowd(self, key: BlockKey | None) -> int:
+        """Requests in flight whose deepest known block is `key`."""
+        return 0 if key is None else self._crowd.get(key, 0)
+
+    def retire(self, worker: WorkerAddress) -> None:
+        """This life of the worker is over; bookings still open are released on its old counts."""
+        self._loads.pop(worker, None)
+
+    @property
+    def inflight_requests(self) -> int:
+        return sum(load.inflight_requests for load in self._loads.values())

@@ -1,0 +1,486 @@
+"""The shell around FleetState: asks every pod whether it lives, what it serves and how busy it is.
+
+Two tasks a pod, owned by one TaskGroup-like set: `probe` (/health, /v1/models) decides readiness, `scrape` (/metrics)
+only informs. A slow scrape never takes a pod out of rotation (H66); a refused connection does at once (H22).
+May import: router.fleet, router.core, router.ops, router.policy, aiohttp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from router.core.types import WorkerAddress
+from router.fleet.bookings import Bookings
+from router.fleet.breaker import Breaker
+from router.fleet.load import LoadSample, RankLoad, is_stale, parse_metrics
+from router.fleet.state import FleetEvent, FleetState, Gone, ModelEntry, NotReady, Pod, PodSpec, Probed, Seen
+
+FailureKind = Literal["connect", "reset", "shutting_down", "status_5xx", "timeout", "malformed", "backpressure"]
+"""What the proxy saw go wrong on a worker. Closed: it is a metric label."""
+
+PROBE_INTERVAL_S = 2.0  # ready pods; a dead one is found by the proxy's own connects before that
+STARTING_INTERVAL_S = 0.5  # pods that may come up any moment
+MODELS_EVERY_PROBES = 5
+SLOW_PROBES_ALLOWED = 3  # an API server under load answers /health late: not yet a reason to drop the pod
+REFUSED_PROBES_UNTIL_GONE = 2
+MAX_MODELS_BYTES = 4 << 20
+MAX_METRICS_BYTES = 16 << 20
+
+
+class FleetTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals and limits of asking pods."""
+
+    scrape_interval_s: float = 1.0
+    scrape_timeout_s: float = 5.0
+    scrape_stale_after_s: float = 10.0
+    probe_timeout_s: float = 5.0
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What the fleet can say of a worker's load now, own bookings included, foreign traffic added from the scrape."""
+
+    inflight_requests: int
+    prefill_tokens: int
+    kv_held_ratio: float
+
+
+class _Life:
+    """One pod from Seen to Gone; a restart begins another life at the same identity."""
+
+    __slots__ = ("generation", "gone", "kick", "own_at_scrape", "refused", "sample", "slow", "tasks")
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.gone = asyncio.Event()
+        self.kick = asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.sample: LoadSample | None = None
+        self.own_at_scrape: dict[int, int] = {}
+        self.slow = 0
+        self.refused = 0
+
+
+class Fleet:
+    """All pods. Read `state` for a snapshot; subscribe with `on_change` to follow."""
+
+    def __init__(
+        self,
+        *,
+        times: FleetTimes | None = None,
+        bookings: Bookings | None = None,
+        default_block_size_tokens: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        ssl_context: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state = FleetState()
+        self.bookings = bookings or Bookings()
+        self._times = times or FleetTimes()
+        self._default_block_size_tokens = default_block_size_tokens
+        self._headers = dict(headers or {})
+        self._ssl = ssl_context
+        self._clock = clock
+        self._lives: dict[str, _Life] = {}
+        self._breakers: dict[WorkerAddress, Breaker] = {}
+        self._generations = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._listeners: list[Callable[[FleetState], None]] = []
+        self._restart_listeners: list[Callable[[str], None]] = []
+        self._learnt_block_size: Callable[[WorkerAddress], int | None] = lambda _: None
+
+    # -- following ------------------------------------------------------------------------------------------------
+
+    def on_change(self, listener: Callable[[FleetState], None]) -> None:
+        """Call `listener` (quick, must not raise) after every change of state."""
+        self._listeners.append(listener)
+
+    def on_restart(self, listener: Callable[[str], None]) -> None:
+        """Call `listener(identity)` when a pod's process is known to have been replaced at the same address."""
+        self._restart_listeners.append(listener)
+
+    def learn_block_sizes_from(self, source: Callable[[WorkerAddress], int | None]) -> None:
+        """Block sizes seen in events win over those that /metrics gives."""
+        self._learnt_block_size = source
+
+    # -- membership -----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the probing session. Pods are added by `set_pods`."""
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=10, ssl=self._ssl if self._ssl is not None else True)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            max_field_size=65536,
+            max_line_size=65536,
+        )
+
+    async def close(self) -> None:
+        """Stop asking; ends every life."""
+        tasks = [t for life in self._lives.values() for t in life.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def set_pods(self, specs: Sequence[PodSpec]) -> None:
+        """The full list of pods now: adds, changes and removes. Idempotent."""
+        wanted = {s.identity: s for s in specs}
+        for identity in [i for i in self.state.pods if i not in wanted]:
+            self._end_life(identity)
+            self._apply(Gone(identity))
+        for spec in specs:
+            old = self.state.pods.get(spec.identity)
+            if old is not None and (old.spec.incarnation != spec.incarnation or old.spec.url != spec.url):
+                self._restarted(spec.identity)
+            self._apply(Seen(spec))
+            if spec.identity not in self._lives:
+                self._begin_life(spec.identity)
+            elif old is not None and old.spec != spec:
+                self._lives[spec.identity].kick.set()
+
+    def _begin_life(self, identity: str) -> None:
+        self._generations += 1
+        life = _Life(self._generations)
+        self._lives[identity] = life
+        if self._session is not None:
+            life.tasks = [
+                asyncio.create_task(self._probe_for_ever(identity, life), name=f"probe {identity}"),
+                asyncio.create_task(self._scrape_for_ever(identity, life), name=f"scrape {identity}"),
+            ]
+
+    def _end_life(self, identity: str) -> None:
+        life = self._lives.pop(identity, None)
+        if life is None:
+            return
+        life.gone.set()
+        for task in life.tasks:
+            task.cancel()
+        pod = self.state.pods.get(identity)
+        for worker in pod.workers if pod else ():
+            self.bookings.retire(worker)
+            self._breakers.pop(worker, None)
+
+    def _restarted(self, identity: str) -> None:
+        self._end_life(identity)
+        for listener in self._restart_listeners:
+            listener(identity)
+
+    def _apply(self, event: FleetEvent) -> None:
+        after = self.state.apply(event)
+        if after is not self.state:
+            self.state = after
+            for listener in self._listeners:
+                listener(after)
+
+    # -- what routing asks ----------------------------------------------------------------------------------------
+
+    def pods(self) -> Sequence[Pod]:
+        """All pods, ready or not, in the order in which they were first seen."""
+        return tuple(self.state.pods.values())
+
+    def serving(self, model: str | None) -> Sequence[Pod]:
+        """Pods that may get requests for `model` (None: any model)."""
+        return [
+            p
+            for p in self.state.pods.values()
+            if p.serving and (model is None or p.entry(model) is not None or (p.spec.model == model))
+        ]
+
+    def serves(self, model: str | None) -> bool:
+        """Some known pod, ready or not, lists this name."""
+        return (
+            any(p.entry(model) is not None or p.spec.model == model for p in self.state.pods.values())
+            if model
+            else True
+        )
+
+    def heard_models(self) -> bool:
+        """At least one pod has said what it serves."""
+        return any(p.models or p.spec.model for p in self.state.pods.values())
+
+    def model_list(self) -> list[dict[str, Any]]:
+        """Union of /v1/models over pods that have reported: sorted by id, the pod seen first wins a clash (H76)."""
+        found: dict[str, dict[str, Any]] = {}
+        for pod in self.state.pods.values():
+            for entry in pod.models:
+                found.setdefault(entry.id, entry.raw or {"id": entry.id, "object": "model", "owned_by": "vllm"})
+            if pod.spec.model is not None and not pod.models:
+                found.setdefault(pod.spec.model, {"id": pod.spec.model, "object": "model", "owned_by": "vllm"})
+        return [found[name] for name in sorted(found)]
+
+    def block_size_tokens(self, worker: WorkerAddress) -> int | None:
+        """Learnt from events, else from /metrics, else the configured default."""
+        pod = self.state.pods.get(worker.pod)
+        return (
+            self._learnt_block_size(worker)
+            or (pod.block_size_tokens if pod is not None else None)
+            or self._default_block_size_tokens
+        )
+
+    def facts(self, worker: WorkerAddress) -> WorkerFacts:
+        """Load of a worker: own bookings exactly, foreign requests as the last fresh scrape showed them."""
+        own = self.bookings.of(worker)
+        life = self._lives.get(worker.pod)
+        rank = self._fresh_rank(life, worker.rank)
+        foreign = 0
+        held = 0.0
+        if life is not None and rank is not None:
+            seen = (rank.running_requests or 0) + (rank.waiting_requests or 0)
+            foreign = max(seen - life.own_at_scrape.get(worker.rank, 0), 0)
+            held = rank.kv_held_ratio or 0.0
+        return WorkerFacts(own.inflight_requests + foreign, own.prefill_tokens, held)
+
+    def _fresh_rank(self, life: _Life | None, rank: int) -> RankLoad | None:
+        if life is None or life.sample is None:
+            return None
+        if is_stale(life.sample, now_s=self._clock(), stale_after_s=self._times.scrape_stale_after_s):
+            return None
+        return life.sample.ranks.get(rank)
+
+    def allows(self, worker: WorkerAddress) -> bool:
+        """The worker's breaker lets a request through."""
+        breaker = self._breakers.get(worker)
+        return breaker is None or breaker.allows(now_s=self._clock())
+
+    def generation(self, pod: str) -> int | None:
+        """A number for the pod's present life; None when it is gone."""
+        life = self._lives.get(pod)
+        return None if life is None else life.generation
+
+    def gone(self, pod: str) -> asyncio.Event:
+        """Set once the pod's present life is known to be over. For an unknown pod: set."""
+        life = self._lives.get(pod)
+        if life is None:
+            over = asyncio.Event()
+            over.set()
+            return over
+        return life.gone
+
+    # -- what the proxy tells -------------------------------------------------------------------------------------
+
+    def failed(self, worker: WorkerAddress, kind: FailureKind) -> None:
+        """A request to the worker went wrong. A refused connection takes the whole pod out until it answers again."""
+        life, pod = self._lives.get(worker.pod), self.state.pods.get(worker.pod)
+        if life is None or pod is None:
+            return
+        if kind in ("connect", "shutting_down"):
+            self._apply(
+                Probed(
+                    identity=worker.pod,
+                    not_ready="connect" if kind == "connect" else "terminating",
+                    detail="refused a request's connection" if kind == "connect" else "is shutting down",
+                )
+            )
+            life.kick.set()
+            return
+        self._breakers.setdefault(worker, Breaker()).failed(kind, now_s=self._clock())
+
+    def succeeded(self, worker: WorkerAddress) -> None:
+        """The worker answered a request properly."""
+        breaker = self._breakers.get(worker)
+        if breaker is not None:
+            breaker.succeeded(now_s=self._clock())
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    async def _probe_for_ever(self, identity: str, life: _Life) -> None:
+        count = 0
+        while True:
+            pod = self.state.pods.get(identity)
+            if pod is None or self._lives.get(identity) is not life:
+                return
+            with_models = not pod.models or not pod.serving or count % MODELS_EVERY_PROBES == 0
+            outcome = await self._probe(pod, life, with_models=with_models)
+            if self._lives.get(identity) is not life:
+                return
+            if outcome is not None:
+                self._apply(outcome)
+            count += 1
+            now = self.state.pods.get(identity)
+            interval_s = PROBE_INTERVAL_S if now is not None and now.serving else STARTING_INTERVAL_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(life.kick.wait(), interval_s)
+            life.kick.clear()
+
+    async def _probe(self, pod: Pod, life: _Life, *, with_models: bool) -> Probed | None:
+        """One look at a pod; None: nothing is known that was not known before."""
+        identity = pod.spec.identity
+        try:
+            async with asyncio.timeout(self._times.probe_timeout_s):
+                status = await self._health(pod)
+                life.slow = life.refused = 0
+                if status not in (200, 404, 405):  # 404: an engine without this route says nothing bad by it
+                    return Probed(identity=identity, not_ready="health", detail=f"/health answered {status}")
+                if not with_models:
+                    return Probed(identity=identity, not_ready=None)
+                models = await self._models(pod)
+        except TimeoutError:
+            return self._slow(pod, life, "health", f"no answer to a probe in {self._times.probe_timeout_s:g} s")
+        except aiohttp.ClientConnectorError as exc:
+            life.refused += 1
+            if life.refused == REFUSED_PROBES_UNTIL_GONE and pod.models:
+                self._replaced(identity, life)
+            return Probed(identity=identity, not_ready="connect", detail=type(exc.os_error).__name__)
+        except (aiohttp.ClientError, OSError) as exc:
+            return self._slow(pod, life, "connect", type(exc).__name__)
+        except ValueError as exc:
+            return Probed(identity=identity, not_ready="models", detail=str(exc)[:200])
+        if not models and pod.spec.model is None:
+            return Probed(identity=identity, not_ready="models", detail="/v1/models lists nothing")
+        return Probed(identity=identity, not_ready=None, models=models)
+
+    def _slow(self, pod: Pod, life: _Life, why: NotReady, detail: str) -> Probed | None:
+        life.slow += 1
+        if pod.serving and life.slow < SLOW_PROBES_ALLOWED:
+            return None
+        return Probed(identity=pod.spec.identity, not_ready=why, detail=detail)
+
+    def _replaced(self, identity: str, life: _Life) -> None:
+        """Nobody listens at the address any more: what this life was doing is over, and so is its cache."""
+        life.gone.set()
+        for listener in self._restart_listeners:
+            listener(identity)
+        fresh = asyncio.Event()
+        life.gone = fresh
+        self._generations += 1
+        life.generation = self._generations
+        pod = self.state.pods.get(identity)
+        for worker in pod.workers if pod else ():
+            self.bookings.retire(worker)
+            self._breakers.pop(worker, None)
+
+    async def _health(self, pod: Pod) -> int:
+        assert self._session is not None
+        async with self._session.get(pod.spec.url + "/health", allow_redirects=False) as reply:
+            return reply.status
+
+    async def _models(self, pod: Pod) -> tuple[ModelEntry, ...]:
+        """Raises ValueError when the answer is not a model list."""
+        assert self._session is not None
+        async with self._session.get(pod.spec.url + "/v1/models", allow_redirects=False) as reply:
+            if reply.status != 200:
+                if pod.spec.model is not None:
+                    return ()
+                raise ValueError(f"/v1/models answered {reply.status}")
+            raw = await _bounded(reply, MAX_MODELS_BYTES)
+        return parse_models(raw)
+
+    async def _scrape_for_ever(self, identity: str, life: _Life) -> None:
+        while self._lives.get(identity) is life:
+            pod = self.state.pods.get(identity)
+            if pod is None:
+                return
+            if pod.serving:
+                with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                    await self._scrape(pod, life)
+            await asyncio.sleep(max(self._times.scrape_interval_s, len(self._lives) / 200))
+
+    async def _scrape(self, pod: Pod, life: _Life) -> None:
+        assert self._session is not None
+        async with (
+            asyncio.timeout(self._times.scrape_timeout_s),
+            self._session.get(pod.spec.url + "/metrics", allow_redirects=False) as reply,
+        ):
+            if reply.status != 200:
+                return
+            text = await _bounded(reply, MAX_METRICS_BYTES)
+        sample = parse_metrics(text, now_s=self._clock())
+        known = self.state.pods.get(pod.spec.identity)
+        if known is None:
+            return
+        if known.started_at_s and sample.started_at_s and sample.started_at_s != known.started_at_s:
+            self._replaced(pod.spec.identity, life)
+        life.sample = sample
+        life.own_at_scrape = {w.rank: self.bookings.of(w).inflight_requests for w in known.workers}
+        self._apply(
+            Probed(
+                identity=pod.spec.identity,
+                not_ready=known.not_ready,
+                detail=known.detail,
+                started_at_s=sample.started_at_s,
+                block_size_tokens=sample.block_size_tokens,
+            )
+        )
+
+    # -- showing --------------------------------------------------------------------------------------------------
+
+    def status(self) -> list[dict[str, Any]]:
+        """Per pod, JSON-able, for /debug/pods and /ready."""
+        now_s = self._clock()
+        rows = []
+        for identity, pod in self.state.pods.items():
+            life = self._lives.get(identity)
+            sample = life.sample if life else None
+            rows.append(
+                {
+                    "pod": pod.spec.name,
+                    "identity": identity,
+                    "url": pod.spec.url,
+                    "ready": pod.serving,
+                    "reason": pod.not_ready,
+                    "detail": pod.detail,
+                    "models": [m.id for m in pod.models],
+                    "base_model": pod.base_model(None),
+                    "scrape_age_s": None if sample is None else round(now_s - sample.taken_at_s, 3),
+                    "prefix_caching": None if sample is None else sample.prefix_caching,
+                    "kv_blocks": None if sample is None else sample.kv_blocks,
+                    "workers": [self._worker_status(w, sample) for w in pod.workers],
+                }
+            )
+        return rows
+
+    def _worker_status(self, worker: WorkerAddress, sample: LoadSample | None) -> dict[str, Any]:
+        own = self.bookings.of(worker)
+        rank = sample.ranks.get(worker.rank) if sample else None
+        return {
+            "rank": worker.rank,
+            "block_size_tokens": self.block_size_tokens(worker),
+            "inflight_requests": own.inflight_requests,
+            "booked_prefill_tokens": own.prefill_tokens,
+            "requests_total": own.requests_total,
+            "breaker": "closed" if worker not in self._breakers else self._breakers[worker].state(now_s=self._clock()),
+            "running_requests": None if rank is None else rank.running_requests,
+            "waiting_requests": None if rank is None else rank.waiting_requests,
+            "kv_held_ratio": None if rank is None else rank.kv_held_ratio,
+        }
+
+
+async def _bounded(reply: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    parts = bytearray()
+    async for chunk in reply.content.iter_any():
+        parts += chunk
+        if len(parts) > limit_bytes:
+            raise ValueError(f"{reply.url.path} is longer than {limit_bytes} bytes")
+    return bytes(parts)
+
+
+def parse_models(raw: bytes) -> tuple[ModelEntry, ...]:
+    """The entries of a /v1/models reply. Raises ValueError (msgspec's) when it is not one."""
+    listing = msgspec.json.decode(raw)
+    rows = listing.get("data") if isinstance(listing, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError("/v1/models is not a model list")
+    entries = []
+    for row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+            continue
+        length = row.get("max_model_len")
+        entries.append(
+            ModelEntry(
+                id=row["id"],
+                root=row["root"] if isinstance(row.get("root"), str) else None,
+                parent=row["parent"] if isinstance(row.get("parent"), str) else None,
+                max_model_len_tokens=length if isinstance(length, int) and length > 0 else None,
+                raw=row,
+            )
+        )
+    return tuple(entries)

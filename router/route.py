@@ -1,0 +1,401 @@
+"""START READING HERE: one request's way to a pod, on one page: tokens -> keys -> holders -> depths -> pick -> book.
+
+`prepare` may wait (tokenizer, index); `choose` never does: between looking at the bookings and adding to them nothing
+else runs, so that a burst of siblings sees each other.
+May import: router.tokenize, router.index, router.fleet, router.policy, router.core, router.ops. Never HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import msgspec
+
+from router.core.hashing import chain_keys, root_key, usable_blocks
+from router.core.types import BlockKey, IndexUnavailable, WorkerAddress
+from router.fleet.bookings import Booking, Bookings
+from router.fleet.fleet import Fleet
+from router.fleet.state import Pod
+from router.index.local import LocalView
+from router.index.port import Held, IndexReader
+from router.ops import Metrics
+from router.policy.pick import Candidate, Chosen, Costs, Policy, Refused, RoutingRequest, price, uncached_tokens
+from router.tokenize.approximate import BLOCK_BYTES, canonical_prompt
+from router.tokenize.port import NoTokens, PromptTokens, Tokens
+
+EXACT_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+"""Endpoints whose prompt becomes tokens here; everything else goes by model and load."""
+BYTES_PER_TOKEN = 4  # the field's rule of thumb, for work that is only guessed at
+CPU_TIER_WEIGHT, STORAGE_TIER_WEIGHT = 0.8, 0.5  # a block that must be loaded back saves less than one on the GPU
+
+
+class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What routing needs of a request. `body` is the JSON text, inflated if it came compressed; b"" if not JSON."""
+
+    endpoint: str  # path without query: "/v1/chat/completions"
+    model: str | None  # as the client named it; None: the body names none (multipart, unknown shape)
+    body: bytes = b""
+    cache_salt: str | None = None
+    skips_cache: bool = False  # prompt_logprobs, echo + logprobs: the engine reads nothing from its cache
+    policy: str | None = None  # x-warmroute-policy, when allowed
+    body_bytes: int = 0  # length as received, for an estimate when there are no tokens
+
+
+class KeySpace(msgspec.Struct, frozen=True):
+    """Workers of one key space name the same block alike: same base model, adapter and block size."""
+
+    model: str
+    lora_name: str | None
+    block_size_tokens: int
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's keys in one key space and who the index says holds them. `exact` is False for canonical bytes."""
+
+    keys: Sequence[BlockKey]
+    usable: int  # how many of them an engine could take from its cache
+    block_size_tokens: int
+    held: Mapping[WorkerAddress, Held]
+    exact: bool
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a request that does not change while it looks for a worker."""
+
+    request: RouteRequest
+    tokens: PromptTokens | NoTokens | None
+    chains: Mapping[KeySpace, Chain]
+    sequence: int
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Length of the prompt; None when the exact ids are not known."""
+        return self.tokens.count if isinstance(self.tokens, PromptTokens) and not self.tokens.partial else None
+
+    @property
+    def work_tokens(self) -> int:
+        """Length of the prompt, guessed from its bytes when there is nothing better."""
+        known = self.prompt_tokens
+        return known if known is not None else max(self.request.body_bytes // BYTES_PER_TOKEN, 1)
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to send it, already booked: enter `booking` (or release it) whatever happens next."""
+
+    worker: WorkerAddress
+    url: str  # base URL of the pod
+    name: str  # what x-warmroute-pod says
+    data_parallel_rank: int | None  # header X-data-parallel-rank to set; None: pod has one rank
+    booking: Booking
+    policy: str
+    reason: str
+    prompt_tokens: int | None  # None: token ids are not known
+    matched_tokens: int | None  # prediction for this worker; None: token ids are not known
+    indexed_tokens: int | None  # the part of it that the index alone has reported
+
+
+class _View(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as this request sees it."""
+
+    pod: Pod
+    candidate: Candidate
+    chain: Chain | None
+    keyspace: KeySpace | None
+    gpu_tokens: int
+    indexed_tokens: int
+
+
+class RouteLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Lifetimes of what this router remembers of its own choices."""
+
+    local_ttl_s: float = 30.0  # until first token, at most
+    confirm_grace_s: float = 1.0  # after first token the events have said it all
+    local_ttl_no_events_s: float = 600.0
+    prefill_tokens_per_s: float = 20_000.0
+
+
+class Conductor:
+    """Alone knows the order of the steps."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        tokens: Tokens,
+        index: IndexReader,
+        local: LocalView,
+        metrics: Metrics,
+        policies: Mapping[str, Policy],
+        policy: str,
+        seed: str,
+        costs: Costs | None = None,
+        limits: RouteLimits | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._tokens = tokens
+        self._index = index
+        self._local = local
+        self._metrics = metrics
+        self._policies = policies
+        self._policy = policy
+        self._seed = seed
+        self._costs = costs or Costs()
+        self._limits = limits or RouteLimits()
+        self._rng = rng or random.Random()
+        self._sequence = itertools.count()
+        self._roots: dict[tuple[str, str | None], BlockKey] = {}
+
+    @property
+    def bookings(self) -> Bookings:
+        return self._fleet.bookings
+
+    def has_policy(self, name: str) -> bool:
+        """`name` can be asked for with x-warmroute-policy."""
+        return name in self._policies
+
+    async def prepare(self, request: RouteRequest) -> Prepared:
+        """Tokens, keys and the index's answer. Never raises for a request's content: it degrades, counted."""
+        tokens: PromptTokens | NoTokens | None = None
+        chains: dict[KeySpace, Chain] = {}
+        pods = self._fleet.serving(request.model)
+        if request.endpoint in EXACT_ENDPOINTS and request.body and pods:
+            base = pods[0].base_model(request.model) or request.model or ""
+            tokens = await self._tokens.prompt(model=base, endpoint=request.endpoint, body=request.body)
+            if isinstance(tokens, NoTokens):
+                self._metrics.token_fallbacks.labels(reason=tokens.reason).inc()
+            for space in self._keyspaces(request, self._fleet.serving(request.model)):
+                chains[space] = await self._chain(space, request, tokens)
+        return Prepared(request=request, tokens=tokens, chains=chains, sequence=next(self._sequence))
+
+    def _keyspaces(self, request: RouteRequest, pods: Sequence[Pod]) -> Set[KeySpace]:
+        return {space for pod in pods for worker in pod.workers if (space := self._keyspace(request, pod, worker))}
+
+    def _keyspace(self, request: RouteRequest, pod: Pod, worker: WorkerAddress) -> KeySpace | None:
+        size = self._fleet.block_size_tokens(worker)
+        base = pod.base_model(request.model)
+        return KeySpace(base, pod.lora_name(request.model), size) if size and base else None
+
+    async def _chain(self, space: KeySpace, request: RouteRequest, tokens: PromptTokens | NoTokens) -> Chain:
+        if isinstance(tokens, NoTokens):
+            return self._approximate(space, request)
+        root = self._root(space, request.cache_salt)
+        keys = chain_keys(root, tokens.packed, space.block_size_tokens)
+        usable = len(keys) if tokens.partial else usable_blocks(tokens.count, space.block_size_tokens)
+        held: Mapping[WorkerAddress, Held] = {}
+        if keys and not request.skips_cache:
+            try:
+                held = await self._index.holders(keys[:usable])
+            except IndexUnavailable as exc:  # what we routed ourselves, then load: a slow answer beats none
+                self._metrics.index_fallbacks.labels(reason=exc.reason).inc()
+        return Chain(keys=keys, usable=usable, block_size_tokens=space.block_size_tokens, held=held, exact=True)
+
+    def _approximate(self, space: KeySpace, request: RouteRequest) -> Chain:
+        """No ids: a chain over canonical bytes, known to the local view only."""
+        root = root_key(seed="approximate" + self._seed, model=space.model, lora_name=space.lora_name)
+        packed = canonical_prompt(request.endpoint, request.body, request.cache_salt)
+        keys = chain_keys(root, packed, BLOCK_BYTES // 4)
+        tokens = BLOCK_BYTES // BYTES_PER_TOKEN
+        return Chain(keys=keys, usable=len(keys), block_size_tokens=tokens, held={}, exact=False)
+
+    def _root(self, space: KeySpace, cache_salt: str | None) -> BlockKey:
+        if cache_salt is not None:
+            return root_key(seed=self._seed, model=space.model, lora_name=space.lora_name, cache_salt=cache_salt)
+        name = (space.model, space.lora_name)
+        root = self._roots.get(name)
+        if root is None:
+            if len(self._roots) >= 1024:
+                self._roots.clear()
+            root = self._roots[name] = root_key(seed=self._seed, model=space.model, lora_name=space.lora_name)
+        return root
+
+    # -- choosing: no await from here on ----------------------------------------------------------------------------
+
+    def choose(self, prepared: Prepared, *, exclude: Set[WorkerAddress] = frozenset()) -> Choice | Refused:
+        """The worker, booked in the same step. `exclude`: tried before and failed."""
+        views = self._views(prepared, exclude)
+        by_worker = {v.candidate.worker: v for v in views}
+        name = prepared.request.policy or self._policy
+        crowd_key = _deepest(views)
+        request = self._routing_request(prepared, crowd_key)
+        decision = self._policies[name]([v.candidate for v in views], request, self._costs, self._rng)
+        if isinstance(decision, Refused):
+            self._metrics.refusals.labels(reason=decision.reason).inc()
+            return decision
+        view = by_worker[decision.worker]
+        booking = self._book(prepared, view, crowd_key)
+        self._metrics.decisions.labels(policy=name, reason=decision.reason).inc()
+        return self._choice(prepared, view, decision, name, booking)
+
+    def _choice(self, prepared: Prepared, view: _View, decision: Chosen, policy: str, booking: Booking) -> Choice:
+        known = prepared.prompt_tokens
+        spec = view.pod.spec
+        return Choice(
+            worker=decision.worker,
+            url=spec.url,
+            name=spec.name,
+            data_parallel_rank=decision.worker.rank if spec.ranks > 1 else None,
+            booking=booking,
+            policy=policy,
+            reason=decision.reason if isinstance(prepared.tokens, PromptTokens) else _why_inexact(prepared, decision),
+            prompt_tokens=known,
+            matched_tokens=view.gpu_tokens if known is not None else None,
+            indexed_tokens=view.indexed_tokens if known is not None else None,
+        )
+
+    def _routing_request(self, prepared: Prepared, crowd_key: BlockKey | None) -> RoutingRequest:
+        first = next((c.keys[0] for c in prepared.chains.values() if c.keys), b"")
+        return RoutingRequest(
+            prompt_tokens=prepared.work_tokens,
+            crowd_requests=self.bookings.crowd(crowd_key),
+            sequence=prepared.sequence,
+            affinity=first,
+        )
+
+    def _views(self, prepared: Prepared, exclude: Set[WorkerAddress]) -> list[_View]:
+        request = prepared.request
+        local: dict[KeySpace, Mapping[WorkerAddress, int]] = {
+            space: self._local.holders(chain.keys[: chain.usable])
+            for space, chain in prepared.chains.items()
+        }
+        return [
+            self._view(prepared, pod, worker, local)
+            for pod in self._fleet.serving(request.model)
+            for worker in pod.workers
+            if worker not in exclude and self._fleet.allows(worker)
+        ]
+
+    def _view(
+        self,
+        prepared: Prepared,
+        pod: Pod,
+        worker: WorkerAddress,
+        local: Mapping[KeySpace, Mapping[WorkerAddress, int]],
+    ) -> _View:
+        space = self._keyspace(prepared.request, pod, worker)
+        chain = prepared.chains.get(space) if space is not None else None
+        gpu = indexed = matched = 0
+        if chain is not None and space is not None and not prepared.request.skips_cache:
+            held = chain.held.get(worker)
+            size = chain.block_size_tokens
+            indexed = held.gpu * size if held else 0
+            gpu = max(indexed, local[space].get(worker, 0) * size)
+            matched = max(gpu, int(_weighted_blocks(held) * size) if held else 0)
+        facts = self._fleet.facts(worker)
+        entry = pod.entry(prepared.request.model) if prepared.request.model else None
+        candidate = Candidate(
+            worker=worker,
+            matched_tokens=matched,
+            booked_prefill_tokens=facts.prefill_tokens,
+            inflight_requests=facts.inflight_requests,
+            kv_held_ratio=facts.kv_held_ratio,
+            prefill_tokens_per_s=self._limits.prefill_tokens_per_s,
+            working_set_blocks=self._local.working_set_blocks(worker),
+            max_model_len_tokens=entry.max_model_len_tokens if entry and prepared.prompt_tokens is not None else None,
+        )
+        return _View(pod=pod, candidate=candidate, chain=chain, keyspace=space, gpu_tokens=gpu, indexed_tokens=indexed)
+
+    def _book(self, prepared: Prepared, view: _View, crowd_key: BlockKey | None) -> Booking:
+        worker, chain = view.candidate.worker, view.chain
+        settle: Callable[[], None] | None = None
+        if chain is not None and chain.keys:
+            self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
+            ttl_s = (
+                self._limits.confirm_grace_s
+                if chain.exact and view.pod.spec.events is not None
+                else self._limits.local_ttl_no_events_s
+            )
+
+            def settle() -> None:
+                self._local.note(worker, chain.keys, ttl_s=ttl_s)
+
+        return self.bookings.hold(
+            worker,
+            uncached_tokens=max(prepared.work_tokens - view.gpu_tokens, 0),
+            prompt_tokens=prepared.work_tokens,
+            crowd_key=crowd_key,
+            on_first_token=settle,
+        )
+
+    # -- explaining -------------------------------------------------------------------------------------------------
+
+    async def explain(self, request: RouteRequest) -> dict[str, Any]:
+        """What would be done with this request now, and why; nothing is booked or sent."""
+        prepared = await self.prepare(request)
+        views = self._views(prepared, frozenset())
+        crowd_key = _deepest(views)
+        routing = self._routing_request(prepared, crowd_key)
+        name = request.policy or self._policy
+        candidates = [v.candidate for v in views]
+        decision = self._policies[name](candidates, routing, self._costs, self._rng)
+        m_min = min((uncached_tokens(c, routing) for c in candidates), default=0)
+        return {
+            "model": request.model,
+            "policy": name,
+            "prompt_tokens": prepared.prompt_tokens,
+            "tokens": _tokens_shown(prepared.tokens),
+            "crowd_requests": routing.crowd_requests,
+            "choice": msgspec.to_builtins(decision),
+            "chosen_pod": _pod_name(views, decision),
+            "workers": [self._row(v, m_min, routing) for v in views],
+        }
+
+    def _row(self, view: _View, m_min: int, routing: RoutingRequest) -> dict[str, Any]:
+        c = view.candidate
+        terms = price(c, m_min, routing, self._costs)
+        return {
+            "pod": view.pod.spec.name,
+            "rank": c.worker.rank,
+            "matched_tokens": view.gpu_tokens,
+            "indexed_tokens": view.indexed_tokens,
+            "block_size_tokens": view.chain.block_size_tokens if view.chain else None,
+            "uncached_tokens": uncached_tokens(c, routing),
+            "booked_prefill_tokens": c.booked_prefill_tokens,
+            "inflight_requests": c.inflight_requests,
+            "kv_held_ratio": c.kv_held_ratio,
+            "working_set_blocks": c.working_set_blocks,
+            "terms": {**msgspec.structs.asdict(terms), "price": terms.price},
+        }
+
+
+def _weighted_blocks(held: Held) -> float:
+    return held.gpu + CPU_TIER_WEIGHT * (held.cpu - held.gpu) + STORAGE_TIER_WEIGHT * (held.storage - held.cpu)
+
+
+def _deepest(views: Sequence[_View]) -> BlockKey | None:
+    """The key of the deepest block of this prompt that anybody is known to hold."""
+    best_depth, key = 0, None
+    for view in views:
+        if view.chain is not None:
+            depth = view.gpu_tokens // view.chain.block_size_tokens
+            if depth > best_depth:
+                best_depth, key = depth, view.chain.keys[depth - 1]
+    return key
+
+
+def _why_inexact(prepared: Prepared, decision: Chosen) -> str:
+    if prepared.tokens is None:
+        return decision.reason if decision.reason not in ("prefix", "placement") else "load"
+    return "approximate"
+
+
+def _tokens_shown(tokens: PromptTokens | NoTokens | None) -> dict[str, Any]:
+    match tokens:
+        case PromptTokens():
+            return {"exact": True, "partial": tokens.partial}
+        case NoTokens():
+            return {"exact": False, "reason": tokens.reason, "detail": tokens.detail}
+        case None:
+            return {"exact": False, "reason": "endpoint"}
+
+
+def _pod_name(views: Sequence[_View], decision: Chosen | Refused) -> str | None:
+    if isinstance(decision, Refused):
+        return None
+    return next(v.pod.spec.name for v in views if v.candidate.worker == decision.worker)
+
+
+__all__ = ["Choice", "Conductor", "Prepared", "Refused", "RouteLimits", "RouteRequest"]

@@ -1,0 +1,208 @@
+"""Every knob, read once: flags > environment (WARMROUTE_*) > one YAML file (--config) > defaults.
+
+Each field has its unit in its name, a default and its reason. `docs/configuration.md` is generated from this file.
+May import: the standard library, pydantic, pydantic-settings, pyyaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+
+class SettingsError(Exception):
+    """A setting cannot be used; the text says which, why, and what to do."""
+
+
+Many = Annotated[list[str], NoDecode]
+"""Repeatable flag; in the environment several values are separated by white space."""
+
+
+class _Base(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="WARMROUTE_", extra="forbid", frozen=True, yaml_file=None, env_ignore_empty=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = init_settings().get("config") or env_settings().get("config")
+        sources: tuple[PydanticBaseSettingsSource, ...] = (init_settings, env_settings)
+        if path:
+            sources += (YamlConfigSettingsSource(settings_cls, yaml_file=path),)
+        return sources
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _split_lists(cls, value: Any, info: Any) -> Any:
+        field = cls.model_fields[info.field_name]
+        if isinstance(value, str) and typing.get_origin(field.annotation) is list:
+            return value.split()
+        return value
+
+
+class CommonSettings(_Base):
+    """What `serve` and `index` share: where the pods are, where the index is."""
+
+    config: Path | None = Field(None, description="YAML file with any of these settings, names with underscores")
+    pod: Many = Field(
+        default_factory=list,
+        description="a pod: URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,ranks=N][,model=NAME]; repeatable",
+    )
+    redis_url: str | None = Field(
+        None,
+        description="shared index: redis://, rediss:// or unix://; without it the index lives in the router's memory",
+    )
+    key_seed: str = Field(
+        "",
+        description="secret of this installation that goes into every block key; the same for all routers and indexers",
+    )
+    block_size: int = Field(
+        16, gt=0, description="tokens a KV block, used for a worker only until its events or metrics say otherwise"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text for people")
+    admin_host: str = Field("127.0.0.1", description="address of the admin port (health, metrics, debug)")
+    discovery: Literal["static", "kubernetes", "dns"] = Field(
+        "static", description="where pods come from: --pod, or the Kubernetes API"
+    )
+    namespace: str | None = Field(None, description="namespace of the pods (kubernetes discovery); unset: our own")
+    selector: str | None = Field(None, description="label selector of the pods, as kubectl takes it")
+    service: str | None = Field(
+        None,
+        description="Service whose EndpointSlices list the pods, instead of a selector; host name with dns discovery",
+    )
+    pod_port: int | None = Field(
+        None, gt=0, lt=65536, description="the pods' HTTP port; unset: the port named http, else the first"
+    )
+    events_port: int | None = Field(None, gt=0, lt=65536, description="the pods' KV event port (ZMQ PUB), rank 0")
+    replay_port: int | None = Field(
+        None, gt=0, lt=65536, description="the pods' KV event replay port (ZMQ ROUTER), rank 0"
+    )
+    scrape_interval_s: float = Field(1.0, gt=0, description="how often a pod's /metrics are read")
+    scrape_timeout_s: float = Field(
+        5.0, gt=0, description="limit of one read; a slow one never takes a pod out of rotation"
+    )
+    scrape_stale_after_s: float = Field(
+        10.0, gt=0, description="older figures are unknown: own bookings alone count then"
+    )
+    probe_timeout_s: float = Field(5.0, gt=0, description="limit of one /health or /v1/models probe")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_scheme(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must begin with redis://, rediss:// or unix://")
+        return value
+
+
+class ServeSettings(CommonSettings):
+    """`warmroute serve`."""
+
+    host: str = Field("0.0.0.0", description="address to listen on for clients")  # noqa: S104  pods are reached from outside
+    port: int = Field(8080, ge=0, lt=65536, description="port for clients; 0: a free one, logged")
+    admin_port: int = Field(9090, ge=0, lt=65536, description="admin port; 0: a free one, logged")
+    admin_on_main: bool = Field(False, description="serve /debug/* on the client port too")
+    policy: str = Field("prefix", description="how a pod is chosen; docs/policies in the architecture page lists them")
+    allow_policy_header: bool = Field(False, description="let the request header x-warmroute-policy choose a policy")
+    decision_headers: bool = Field(
+        False, description="put x-warmroute-* headers on replies: pod, policy, matched tokens, reason"
+    )
+    tokenizer: Many = Field(
+        default_factory=list,
+        description="MODEL=PATH_OR_ID: where a model's tokenizer is; repeatable; unset: the model's own root",
+    )
+    index_deadline_ms: float = Field(
+        20.0, gt=0, description="limit of a lookup in Redis; after it the local view alone decides"
+    )
+    prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="R: a pod's prefill rate before it is learnt")
+    local_ttl_s: float = Field(
+        30.0, gt=0, description="how long a routed prefix counts before events or a first token confirm it"
+    )
+    local_ttl_no_events_s: float = Field(600.0, gt=0, description="the same for pods that publish no events")
+    tokenize_deadline_s: float = Field(
+        2.0, gt=0, description="limit of tokenizing one prompt; after it the approximate chain decides"
+    )
+    drain_s: float = Field(30.0, ge=0, description="after SIGTERM: how long streams may still run")
+
+
+class IndexSettings(CommonSettings):
+    """`warmroute index`."""
+
+    admin_port: int = Field(9091, ge=0, lt=65536, description="admin port; 0: a free one, logged")
+
+
+def add_flags(parser: argparse.ArgumentParser, model: type[_Base]) -> None:
+    """One flag a field: --kebab-case, help from the description, repeatable for lists, --x/--no-x for booleans."""
+    for name, field in model.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        default = field.get_default(call_default_factory=True)
+        shown = "" if default in (None, [], "") else f" (default: {default})"
+        text = f"{field.description}{shown}".replace("%", "%%")
+        kind = _plain(field.annotation)
+        if kind is bool:
+            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif typing.get_origin(kind) is list:
+            parser.add_argument(flag, dest=name, action="append", default=None, metavar="X", help=text)
+        else:
+            parser.add_argument(flag, dest=name, default=None, metavar=name.rsplit("_", 1)[-1].upper(), help=text)
+
+
+def _plain(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation
+
+
+_Settings = typing.TypeVar("_Settings", bound=_Base)
+
+
+def read(model: type[_Settings], flags: dict[str, Any]) -> _Settings:
+    """Settings from parsed flags (None = not given), environment and file. Raises SettingsError with the cure."""
+    given = {k: v for k, v in flags.items() if v is not None and k in model.model_fields}
+    try:
+        return model(**given)
+    except ValidationError as exc:
+        lines = []
+        for error in exc.errors():
+            name = str(error["loc"][0]) if error["loc"] else "settings"
+            flag = "--" + name.replace("_", "-")
+            lines.append(f"{flag} (or WARMROUTE_{name.upper()}): {error['msg']}, got {_short(error.get('input'))}")
+        raise SettingsError("\n".join(lines)) from exc
+    except (OSError, ValueError) as exc:
+        raise SettingsError(f"the settings file cannot be read: {exc}") from exc
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
+    """["A=B", ...] as a mapping. Raises SettingsError when one has no `=`."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, right = value.partition("=")
+        if not equals or not name or not right:
+            raise SettingsError(f"{flag} {value!r} is not NAME=VALUE")
+        found[name] = right
+    return found
