@@ -1,0 +1,130 @@
+"""What an operator sees: metrics and log lines. Shell.
+
+Metric names begin with `warmroute_`; every label comes from a closed set (never a URL, a model or a key from a client,
+H72). Log lines hold no prompt, no reply, no header value and no query string (H15): callers pass fields, not requests.
+May import: the standard library, msgspec, prometheus_client.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """One per process, over its own registry, so that two routers in one test do not meet."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry(auto_describe=True)
+
+        # -- the proxy ----------------------------------------------------------------------------------------------
+        self.requests = self.counter("requests", "requests answered, by route and status", "endpoint", "status")
+        self.request_seconds = self.histogram(
+            "request_seconds", "from request head to the end of the reply", "endpoint"
+        )
+        self.first_byte_seconds = self.histogram(
+            "first_byte_seconds", "from request head to the first byte of the pod's reply body", "endpoint"
+        )
+        self.inflight = self.gauge("inflight_requests", "requests being handled now")
+        self.client_gone = self.counter("client_gone", "clients that left before their reply had ended (499)")
+        self.retries = self.counter("retries", "attempts on another worker, by what went wrong on the last", "reason")
+        self.ambiguous_retries = self.counter(
+            "ambiguous_retries", "retries after a reset on a reused connection: the pod may have seen the request"
+        )
+        self.retries_denied = self.counter("retries_denied", "retries not made, by what forbade them", "reason")
+        self.pod_failures = self.counter("pod_failures", "what went wrong on pods, by kind", "kind")
+        self.broken_streams = self.counter("broken_streams", "replies that broke after their head was sent", "reason")
+        self.upstream_connections = self.counter("upstream_connections", "connections to pods used by requests", "kind")
+        self.client_connections = self.gauge("client_connections", "open connections of clients")
+        self.connections_refused = self.counter("connections_refused", "client connections closed at once", "reason")
+
+        # -- routing ------------------------------------------------------------------------------------------------
+        self.decisions = self.counter("decisions", "choices of a worker", "policy", "reason")
+        self.refusals = self.counter("refusals", "requests for which no worker was found", "reason")
+        self.token_fallbacks = self.counter("token_fallbacks", "requests routed without exact token ids", "reason")
+        self.index_fallbacks = self.counter("index_fallbacks", "lookups answered by the local view alone", "reason")
+
+    def counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        """A new counter `warmroute_<name>_total`."""
+        return Counter(f"warmroute_{name}", help_text, labels, registry=self.registry)
+
+    def gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        """A new gauge `warmroute_<name>`."""
+        return Gauge(f"warmroute_{name}", help_text, labels, registry=self.registry)
+
+    def histogram(self, name: str, help_text: str, *labels: str, buckets: Iterable[float] = SECONDS) -> Histogram:
+        """A new histogram `warmroute_<name>`; seconds unless other buckets are given."""
+        return Histogram(f"warmroute_{name}", help_text, labels, registry=self.registry, buckets=tuple(buckets))
+
+    def render(self) -> bytes:
+        """Prometheus text of everything in the registry."""
+        return generate_latest(self.registry)
+
+    def value(self, name: str, **labels: str) -> float:
+        """Present value of one sample by its full name, 0.0 when it was never touched. For tests and reports."""
+        found = self.registry.get_sample_value(name, labels)
+        return 0.0 if found is None else found
+
+
+__all__ = ["METRICS_CONTENT_TYPE", "Metrics", "access", "setup_logging"]
+
+
+# -- logging --------------------------------------------------------------------------------------------------------
+
+access = logging.getLogger("warmroute.access")
+"""One line a request. Fields are handed over as `extra={"fields": {...}}`."""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, then the record's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "time": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields, enc_hook=str).decode()
+
+
+class TextLines(logging.Formatter):
+    """The same for people: time level logger message key=value ..."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {k}={v}" for k, v in getattr(record, "fields", {}).items())
+        line = f"{_timestamp(record.created)} {record.levelname:7} {record.name}: {record.getMessage()}{fields}"
+        return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
+
+
+def _timestamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
+
+
+def setup_logging(*, level: str = "info", form: str = "json") -> None:
+    """Send everything to stderr as `form` ("json" or "text"), from `level` up. Replaces what was set up before.
+
+    Libraries' debug lines may quote URLs and headers, so they are never let below info (H15).
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(logging.INFO, logging.getLevelName(level.upper())))
+    logging.getLogger("warmroute").setLevel(level.upper())
+    logging.getLogger("router").setLevel(level.upper())
+    logging.getLogger("indexer").setLevel(level.upper())
+    logging.getLogger("aiohttp").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
