@@ -1,0 +1,214 @@
+"""One model's rendering: a request body to the ids its engine will see. No I/O; CPU only.
+
+May import: the standard library, msgspec, router.core.hashing, router.tokenize.{chat,template,encode,export,port}.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from router.core.hashing import pack_tokens
+from router.tokenize.chat import (
+    MEDIA_MARK,
+    ChatBody,
+    ContentFormat,
+    Unrenderable,
+    normalise,
+    render_tools,
+    template_variables,
+)
+from router.tokenize.encode import Encoder, Side, truncate
+from router.tokenize.export import Exported
+from router.tokenize.port import NoTokens, PromptTokens
+from router.tokenize.template import ChatTemplate, TemplateRefusal
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pods of a model were started with, as far as it changes prompts."""
+
+    chat_template: str | None = None  # --chat-template: the text itself
+    content_format: Literal["auto", "string", "openai"] = "auto"  # --chat-template-content-format
+    default_template_kwargs: Mapping[str, Any] = {}  # --default-chat-template-kwargs
+    trust_request_template: bool = False  # --trust-request-chat-template
+    exclude_tools_when_none: bool = False  # --exclude-tools-when-tool-choice-none
+    max_model_len_tokens: int | None = None  # only needed for truncate_prompt_tokens: -1
+
+
+class CompletionBody(msgspec.Struct):
+    """The fields of POST /v1/completions that decide the prompt."""
+
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
+    max_tokens: int | None = 16
+    suffix: str | None = None
+    prompt_embeds: Any = None
+    echo: bool | None = False
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_ids = msgspec.json.Decoder(list[TokenId])
+_id_lists = msgspec.json.Decoder(list[list[TokenId]])
+_text = msgspec.json.Decoder(str)
+_texts = msgspec.json.Decoder(list[str])
+
+
+def completion_prompt(body: bytes) -> tuple[CompletionBody, str | bytes]:
+    """The first prompt of a completions body: text, or packed ids. Raises Unrenderable."""
+    parsed = decode(_completion_decoder, body)
+    if parsed.prompt_embeds is not None or parsed.suffix is not None:
+        raise Unrenderable("prompt_embeds or suffix")
+    reused = _reused_ids(parsed.kv_transfer_params)
+    if reused is not None and not parsed.echo:
+        return parsed, reused
+    raw = bytes(parsed.prompt)
+    if raw.startswith(b'"'):
+        return parsed, decode(_text, raw)
+    second = raw[1:].lstrip()[:1] if raw.startswith(b"[") else b""
+    if second == b'"':
+        return parsed, decode(_texts, raw)[0]
+    if second == b"[":
+        return parsed, pack_tokens(decode(_id_lists, raw)[0])
+    if second in (b"", b"]"):
+        raise Unrenderable("no prompt")
+    return parsed, pack_tokens(decode(_ids, raw))
+
+
+def decode(decoder: Any, body: bytes) -> Any:
+    """Raises Unrenderable for a body that does not fit; the pod will say what is wrong with it."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise Unrenderable(str(exc)[:200]) from exc
+
+
+def _reused_ids(params: dict[str, Any] | None) -> bytes | None:
+    """Ids that a disaggregated prefill stage sent along replace rendering in the decode stage."""
+    ids = (params or {}).get("prompt_token_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 2**32 for i in ids):
+        raise Unrenderable("kv_transfer_params.prompt_token_ids is not a list of ids")
+    return pack_tokens(ids)
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """truncate_prompt_tokens as it applies to one request. `side` None: the engine's default, left."""
+
+    limit_tokens: int
+    side: Side | None
+
+
+def truncation(
+    wanted: int | None, side: Side | None, *, output_tokens: int, options: ModelOptions
+) -> Truncation | None:
+    """Raises Unrenderable if -1 ("as much as the model takes") is asked for and its length is not known."""
+    if wanted is None:
+        return None
+    if wanted < 0:
+        if options.max_model_len_tokens is None:
+            raise Unrenderable("truncate_prompt_tokens -1 and the model's length is not known")
+        wanted = max(options.max_model_len_tokens - (1 if output_tokens else 0), 0)
+    return Truncation(limit_tokens=wanted, side=side)
+
+
+def truncate_ids(packed: bytes, cut: Truncation | None) -> bytes:
+    return packed if cut is None else truncate(packed, cut.limit_tokens, cut.side or "left")
+
+
+class ModelRenderer:
+    """Built in a worker thread (a big tokenizer takes seconds); used from any thread. Raises ValueError."""
+
+    def __init__(self, exported: Exported, options: ModelOptions) -> None:
+        self.options = options
+        self.unrenderable = exported.unrenderable
+        self._special = exported.special_tokens
+        self._encoder = Encoder(exported.tokenizer_json)
+        self._named = exported.chat_templates
+        self._processor_template = exported.processor_template
+        self._compiled: dict[str, ChatTemplate] = {}
+        for source in (options.chat_template, exported.processor_template, *exported.chat_templates.values()):
+            if source is not None:
+                self._template(source)
+
+    def _template(self, source: str) -> ChatTemplate:
+        compiled = self._compiled.get(source)
+        if compiled is None:
+            forced = self.options.content_format
+            chosen: ContentFormat | None = None if forced == "auto" else forced
+            try:
+                compiled = ChatTemplate(source, content_format=chosen)
+            except Exception as exc:  # jinja2 raises more than TemplateError on hostile source (RecursionError, ...)
+                raise Unrenderable(f"the chat template does not compile: {exc}"[:200]) from exc
+            if len(self._compiled) > 32:  # only request templates can make it grow
+                self._compiled.clear()
+            self._compiled[source] = compiled
+        return compiled
+
+    def _choose(self, requested: str | None, *, has_tools: bool) -> ChatTemplate:
+        if requested is not None and not self.options.trust_request_template:
+            raise Unrenderable("chat_template in the request")
+        given = requested or self.options.chat_template
+        if given is not None:
+            return self._template(self._named.get(given, given) if len(self._named) > 1 else given)
+        if not has_tools and self._processor_template is not None:
+            return self._template(self._processor_template)
+        name = "tool_use" if has_tools and "tool_use" in self._named else "default"
+        if name not in self._named:
+            raise Unrenderable("the model has no chat template")
+        return self._template(self._named[name])
+
+    def chat(self, body: bytes) -> PromptTokens | NoTokens:
+        """Ids for POST /v1/chat/completions."""
+        try:
+            parsed = decode(_chat_decoder, body)
+            reused = _reused_ids(parsed.kv_transfer_params)
+            if reused is not None:
+                return PromptTokens(packed=reused)
+            return self.chat_body(parsed)
+        except Unrenderable as exc:
+            return NoTokens("unrenderable", str(exc))
+        except TemplateRefusal as exc:
+            return NoTokens("template_error", str(exc))
+
+    def chat_body(self, body: ChatBody) -> PromptTokens | NoTokens:
+        """Ids of a parsed chat. Raises Unrenderable, TemplateRefusal."""
+        if self.unrenderable is not None:
+            raise Unrenderable(f"rendered in code by the engine: {self.unrenderable}")
+        excluded = body.tool_choice == "none" and self.options.exclude_tools_when_none
+        tools = None if excluded else render_tools(body.tools)
+        variables = template_variables(body, tools, self.options.default_template_kwargs)
+        template = self._choose(body.chat_template, has_tools=variables.get("tools") is not None)
+        conversation, media = normalise(body.messages, template.content_format)
+        text = template.render(conversation, variables, self._special)
+        if media:
+            return self._before_media(text, add_special_tokens=body.add_special_tokens)
+        output_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens or 0
+        cut = truncation(
+            body.truncate_prompt_tokens, body.truncation_side, output_tokens=output_tokens, options=self.options
+        )
+        return PromptTokens(packed=self.text(text, add_special_tokens=body.add_special_tokens, cut=cut))
+
+    def text(self, text: str, *, add_special_tokens: bool, cut: Truncation | None = None) -> bytes:
+        """Packed ids of a rendered or plain prompt."""
+        if cut is None:
+            return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+        if cut.side is None:
+            return self._encoder.encode_truncated(
+                text, add_special_tokens=add_special_tokens, limit_tokens=cut.limit_tokens
+            )
+        return truncate_ids(self._encoder.encode(text, add_special_tokens=add_special_tokens), cut)
+
+    def _before_media(self, text: str, *, add_special_tokens: bool) -> PromptTokens | NoTokens:
+        """The ids before the last special token that precedes the first media part: those cannot change any more."""
+        known, mark, _ = text.partition(MEDIA_MARK)
+        packed = self._encoder.encode_beginning(known, add_special_tokens=add_special_tokens) if mark else b""
+        if not packed:
+            return NoTokens("media", "nothing is known before the first media part")
+        return PromptTokens(packed=packed, partial=True)

@@ -1,0 +1,239 @@
+"""The tokens of every model this router serves: loading, retrying, and a bounded way off the event loop.
+
+Short requests are rendered and encoded where they stand; long ones go to a small thread pool with a bounded queue and
+a deadline. The network is touched only by loading, which a child process does (export.py), never by a request.
+May import: the standard library, router.core, router.ops, and this room.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import msgspec
+
+from router.tokenize.chat import Unrenderable
+from router.tokenize.export import Exported
+from router.tokenize.load import LoadFailure, is_at_hand, load
+from router.tokenize.model import (
+    ModelOptions,
+    ModelRenderer,
+    completion_prompt,
+    truncate_ids,
+    truncation,
+)
+from router.tokenize.port import NoTokens, PromptTokens
+
+log = logging.getLogger("warmroute.tokenize")
+
+Loader = Callable[..., Exported]
+
+
+class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one process's tokenizing, with their reasons."""
+
+    threads: int = 2  # encoding releases the interpreter lock; more threads only help on more cores
+    queue_requests: int = 64  # waiting beyond this costs more than a cold pod
+    deadline_s: float = 1.0  # 30k cold tokens take about 0.1 s; later than this, load decides
+    inline_max_bytes: int = 8_192  # a body this small is done before a thread would have woken
+    body_max_bytes: int = 16 * 1024 * 1024
+    load_deadline_s: float = 300.0  # a download of tokenizer files included
+    retry_first_s: float = 5.0
+    retry_max_s: float = 600.0
+
+
+class _Model(msgspec.Struct):
+    """What we know of one model's tokenizer. Owned by the event loop."""
+
+    source: str
+    configured: bool  # named by a setting: the hub may be asked
+    options: ModelOptions
+    state: Literal["loading", "ready", "absent", "failed"] = "loading"
+    renderer: ModelRenderer | None = None
+    error: str = ""
+    attempts: int = 0
+    task: asyncio.Task[None] | None = None
+
+
+class TokenService:
+    """Implements router.tokenize.port.Tokens. Create it anywhere, `start()` it in the event loop that asks it.
+
+    `tokenizers` maps a model's base id or a served name to a folder or hub id. `options` says, by the same names (or
+    "*" for all), what the pods were started with.
+    """
+
+    def __init__(
+        self,
+        tokenizers: Mapping[str, str] | None = None,
+        *,
+        options: Mapping[str, ModelOptions] | None = None,
+        limits: TokenLimits | None = None,
+        loader: Loader = load,
+        at_hand: Callable[[str], bool] = is_at_hand,
+    ) -> None:
+        self._configured = dict(tokenizers or {})
+        self._options = dict(options or {})
+        self.limits = limits or TokenLimits()
+        self._load = loader
+        self._at_hand = at_hand
+        self._models: dict[str, _Model] = {}  # by configured name or source
+        self._names: dict[str, str] = {}  # base id or served name -> key of _models
+        self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="tokens")
+        self._loaders = ThreadPoolExecutor(2, thread_name_prefix="tokenizer-load")
+        self._in_pool = 0
+        self._started = False
+        self.outcomes: Counter[str] = Counter()  # "exact", "partial" or a FallbackReason
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Begin to load what the settings name. Returns at once; status() tells how far it is."""
+        self._started = True
+        for name, source in self._configured.items():
+            self._add(name, source, configured=True, names=(name,))
+
+    async def close(self) -> None:
+        """Stop loading and encoding. A child process that is still loading is waited for by nobody."""
+        tasks = [m.task for m in self._models.values() if m.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    def ensure(self, model: str, source: str | None = None, *, names: Iterable[str] = ()) -> None:
+        """A pod serves `model` (its base id), known to clients as `names`; `source` is its root path or hub id.
+
+        Cheap and idempotent: call it whenever a model is learnt. Without a setting for the model or a name of it, only
+        a local folder or the hub's cache is used.
+        """
+        if model in self._names or not self._started:
+            return
+        for name in (model, *names):
+            if name in self._configured:
+                self._names[model] = name
+                return
+        source = source or model
+        self._add(source, source, configured=False, names=(model,))
+
+    def _add(self, key: str, source: str, *, configured: bool, names: Iterable[str]) -> None:
+        for name in names:
+            self._names[name] = key
+        if key in self._models:
+            return
+        options = self._options.get(key) or self._options.get("*") or ModelOptions()
+        for name in names:
+            options = self._options.get(name, options)
+        entry = self._models[key] = _Model(source=source, configured=configured, options=options)
+        entry.task = asyncio.get_running_loop().create_task(self._keep_loading(entry), name=f"tokenizer {key}")
+
+    async def _keep_loading(self, entry: _Model) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            entry.attempts += 1
+            try:
+                if not entry.configured and not await loop.run_in_executor(self._loaders, self._at_hand, entry.source):
+                    entry.state = "absent"
+                else:
+                    entry.renderer = await loop.run_in_executor(self._loaders, self._build, entry)
+                    entry.state, entry.error = "ready", ""
+                    return
+            except (LoadFailure, Unrenderable, ValueError) as exc:
+                entry.state, entry.error = "failed", str(exc)
+                log.warning("tokenizer %s: %s", entry.source, entry.error)
+            await asyncio.sleep(min(self.limits.retry_first_s * 2.0 ** (entry.attempts - 1), self.limits.retry_max_s))
+
+    def _build(self, entry: _Model) -> ModelRenderer:
+        exported = self._load(entry.source, offline=not entry.configured, deadline_s=self.limits.load_deadline_s)
+        return ModelRenderer(exported, entry.options)
+
+    def status(self) -> dict[str, Any]:
+        """For /ready details and /debug: each model's tokenizer, JSON-able."""
+        models = {
+            key: {
+                "source": m.source,
+                "state": m.state,
+                "attempts": m.attempts,
+                **({"error": m.error} if m.error else {}),
+                **({"unrenderable": m.renderer.unrenderable} if m.renderer and m.renderer.unrenderable else {}),
+                "models": sorted(name for name, k in self._names.items() if k == key),
+            }
+            for key, m in self._models.items()
+        }
+        return {"models": models, "outcomes": dict(self.outcomes)}
+
+    # --- requests ---
+
+    async def prompt(self, *, model: str, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
+        """See router.tokenize.port.Tokens."""
+        result = await self._prompt(model, endpoint, body)
+        if isinstance(result, NoTokens):
+            self.outcomes[result.reason] += 1
+        else:
+            self.outcomes["partial" if result.partial else "exact"] += 1
+        return result
+
+    async def _prompt(self, model: str, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
+        if endpoint not in ("/v1/chat/completions", "/v1/completions"):
+            return NoTokens("endpoint", endpoint)
+        if len(body) > self.limits.body_max_bytes:
+            return NoTokens("too_long", f"{len(body)} bytes")
+        found = self._renderer(model)
+        options = self._models[self._names[model]].options if model in self._names else ModelOptions()
+        if endpoint == "/v1/completions":
+            work = functools.partial(_completion, found, options, body)
+        elif isinstance(found, NoTokens):
+            return found
+        else:
+            work = functools.partial(found.chat, body)
+        if len(body) <= self.limits.inline_max_bytes:
+            return work()
+        return await self._off_loop(work)
+
+    def _renderer(self, model: str) -> ModelRenderer | NoTokens:
+        entry = self._models.get(self._names.get(model, ""))
+        if entry is None:
+            return NoTokens("no_tokenizer", "none is set for this model")
+        if entry.renderer is not None:
+            return entry.renderer
+        if entry.state == "failed":
+            return NoTokens("tokenizer_failed", entry.error)
+        return NoTokens("no_tokenizer", entry.state)
+
+    async def _off_loop(self, work: Callable[[], PromptTokens | NoTokens]) -> PromptTokens | NoTokens:
+        if self._in_pool >= self.limits.queue_requests:
+            return NoTokens("busy", f"{self._in_pool} requests are being tokenized")
+        self._in_pool += 1
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        future.add_done_callback(self._left_pool)
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(future), self.limits.deadline_s)
+        return NoTokens("deadline", f"{self.limits.deadline_s:g} s")
+
+    def _left_pool(self, future: "asyncio.Future[PromptTokens | NoTokens]") -> None:
+        self._in_pool -= 1
+        if not future.cancelled():
+            future.exception()  # looked at: a late failure has no reader left
+
+
+def _completion(renderer: ModelRenderer | NoTokens, options: ModelOptions, body: bytes) -> PromptTokens | NoTokens:
+    """Ids for POST /v1/completions; prompts given as ids need no tokenizer."""
+    try:
+        parsed, prompt = completion_prompt(body)
+        cut = truncation(
+            parsed.truncate_prompt_tokens,
+            parsed.truncation_side,
+            output_tokens=parsed.max_tokens or 0,
+            options=options,
+        )
+        if isinstance(prompt, bytes):
+            return PromptTokens(packed=truncate_ids(prompt, cut))
+        if isinstance(renderer, NoTokens):
+            return renderer
+        return PromptTokens(packed=renderer.text(prompt, add_special_tokens=parsed.add_special_tokens, cut=cut))
+    except Unrenderable as exc:
+        return NoTokens("unrenderable", str(exc))

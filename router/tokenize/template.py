@@ -1,0 +1,245 @@
+"""A model's chat template: detection of what it wants, and rendering as `transformers` and vLLM do it. No I/O.
+
+Templates come from model repositories, so they run in jinja2's immutable sandbox, with the extensions, filters and
+globals of transformers' own environment (utils/chat_template_utils.py), byte for byte. Format detection follows
+vLLM's renderers/hf.py.
+May import: the standard library, jinja2, router.tokenize.chat.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from router.tokenize.chat import ContentFormat, Message, Unrenderable, without_developer
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_RENDER_ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
+_REFUSED_VARIABLES = frozenset({"chat_template", "tokenize"})
+# Arguments of transformers' apply_chat_template that change what it does beyond rendering.
+_METHOD_ARGUMENTS = frozenset(
+    {
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+
+
+class TemplateRefusal(Exception):
+    """The template raised on this request: the engine answers 400."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks what the assistant said; for rendering it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_generation_support")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(lineno)
+
+    def _generation_support(self, caller: Any) -> Any:
+        return caller()
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As in transformers: UTF-8 stays, keys keep their order, nothing is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002  the name templates use
+    return datetime.now().strftime(format)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+class ChatTemplate:
+    """One compiled template. Raises jinja2.TemplateError if it cannot be compiled."""
+
+    def __init__(self, source: str, *, content_format: ContentFormat | None = None) -> None:
+        self.source = source
+        env = _environment()
+        tree = env.parse(source)
+        self.content_format: ContentFormat = content_format or _detect_format(tree)
+        self.knows_developer = '"developer"' in source or "'developer'" in source
+        self._accepted = frozenset(jinja2.meta.find_undeclared_variables(tree)) | _RENDER_ARGUMENTS
+        self._compiled = env.from_string(source)
+
+    def render(self, conversation: list[Message], variables: dict[str, Any], special_tokens: Mapping[str, str]) -> str:
+        """The prompt text. `variables` are offered, not imposed: only what the template names reaches it.
+
+        Raises TemplateRefusal when the template refuses, Unrenderable when the engine would or we do not follow.
+        """
+        if _REFUSED_VARIABLES & variables.keys() or _METHOD_ARGUMENTS & variables.keys():
+            raise Unrenderable("chat_template_kwargs name an argument of the rendering itself")
+        if not conversation:
+            raise Unrenderable("no messages")
+        if not self.knows_developer and any(m["role"] == "developer" for m in conversation):
+            conversation = without_developer(conversation)
+        kwargs = {k: v for k, v in variables.items() if k in self._accepted}
+        continued = kwargs.pop("continue_final_message", False)
+        if continued and kwargs.get("add_generation_prompt"):
+            raise Unrenderable("continue_final_message together with add_generation_prompt")
+        final = None
+        if continued:
+            conversation, final = _tag_final(conversation, self.source)
+        arguments: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": False}
+        text = self._run({**special_tokens, **arguments, **kwargs, "messages": conversation})
+        return text if final is None else _cut_at_tag(text, final)
+
+    def _run(self, context: dict[str, Any]) -> str:
+        try:
+            return self._compiled.render(context)
+        except Exception as exc:  # a template is foreign code: it may raise anything, and only this request is hurt
+            raise TemplateRefusal(f"{type(exc).__name__}: {exc}"[:200]) from exc
+
+
+def _tag_final(conversation: list[Message], source: str) -> tuple[list[Message], str]:
+    last = dict(conversation[-1])
+    content = last.get("content")
+    if content is None or "content" not in source:
+        raise Unrenderable("continue_final_message without a final content")
+    if isinstance(content, list):
+        parts = [dict(part) for part in content]
+        for part in reversed(parts):
+            if "text" in part:
+                final = part["text"]
+                part["text"] = final + _CONTINUE_TAG
+                break
+        else:
+            raise Unrenderable("continue_final_message without a final text")
+        last["content"] = parts
+    else:
+        final = content
+        last["content"] = content + _CONTINUE_TAG
+    return [*conversation[:-1], last], final
+
+
+def _cut_at_tag(text: str, final: str) -> str:
+    tag = _CONTINUE_TAG.strip()
+    if final.strip() not in text or tag not in text:
+        raise TemplateRefusal("the final message does not appear in the rendered chat")
+    at = text.rindex(tag)
+    if text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
+        return text[:at]
+    return text[:at].rstrip()  # the template trimmed the message
+
+
+# --- does the template loop over message.content? (vLLM's detection, by syntax tree) ---
+
+
+class _NotAName(Exception):
+    """An assignment or loop the detection does not follow; vLLM then says "string"."""
+
+
+def _detect_format(tree: jinja2.nodes.Template) -> ContentFormat:
+    try:
+        return "openai" if next(_content_loops(tree), None) is not None else "string"
+    except _NotAName:
+        return "string"
+
+
+def _target_name(node: jinja2.nodes.Node) -> str:
+    if not isinstance(node, jinja2.nodes.Name):
+        raise _NotAName
+    return node.name
+
+
+def _reads(node: jinja2.nodes.Node | None, name: str, key: str | None = None) -> bool:
+    """Is `node` the variable `name` (or its attribute `key`), possibly filtered, tested or sliced?"""
+    while True:
+        wraps = isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Test)
+        slices = isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Slice)
+        if not (wraps or slices):
+            break
+        node = getattr(node, "node", None)
+    if key is None:
+        return _is_name(node, name)
+    if isinstance(node, jinja2.nodes.Getitem):
+        return _is_name(node.node, name) and isinstance(node.arg, jinja2.nodes.Const) and bool(node.arg.value == key)
+    return isinstance(node, jinja2.nodes.Getattr) and _is_name(node.node, name) and node.attr == key
+
+
+def _is_name(node: jinja2.nodes.Node | None, name: str) -> bool:
+    return isinstance(node, jinja2.nodes.Name) and node.ctx == "load" and node.name == name
+
+
+def _aliases(tree: jinja2.nodes.Node, name: str) -> set[str]:
+    found, queue = {name}, deque([name])
+    while queue:
+        current = queue.popleft()
+        for assign in tree.find_all(jinja2.nodes.Assign):
+            if _reads(assign.node, current) and (name := _target_name(assign.target)) not in found:
+                found.add(name)
+                queue.append(name)
+    return found
+
+
+def _message_names(tree: jinja2.nodes.Node) -> list[str]:
+    aliases = _aliases(tree, "messages")
+    return [
+        _target_name(loop.target)
+        for loop in tree.find_all(jinja2.nodes.For)
+        if any(_reads(loop.iter, name) for name in aliases)
+    ]
+
+
+def _content_loops(tree: jinja2.nodes.Template) -> Iterator[jinja2.nodes.For]:
+    names = _message_names(tree)
+
+    def is_content(node: jinja2.nodes.Node) -> bool:
+        return any(_reads(node, name, "content") for name in names)
+
+    in_macros: dict[int, set[str]] = {}
+    for macro in tree.find_all(jinja2.nodes.Macro):
+        parameters = _content_parameters(tree, macro, is_content)
+        for loop in macro.find_all(jinja2.nodes.For):
+            in_macros[id(loop)] = parameters
+    for loop in tree.find_all(jinja2.nodes.For):
+        plain = loop.iter.name if isinstance(loop.iter, jinja2.nodes.Name) else None
+        if is_content(loop.iter) or plain in in_macros.get(id(loop), {"content"}):
+            _target_name(loop.target)
+            yield loop
+
+
+def _content_parameters(tree: jinja2.nodes.Template, macro: jinja2.nodes.Macro, is_content: Any) -> set[str]:
+    """Parameters of a macro that are given message.content somewhere."""
+    names = [argument.name for argument in macro.args]
+    found: set[str] = set()
+    for call in tree.find_all(jinja2.nodes.Call):
+        if not (isinstance(call.node, jinja2.nodes.Name) and call.node.name == macro.name):
+            continue
+        found.update(name for name, argument in zip(names, call.args, strict=False) if is_content(argument))
+        found.update(k.key for k in call.kwargs if k.key in names and is_content(k.value))
+    return found

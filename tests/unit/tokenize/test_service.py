@@ -1,0 +1,126 @@
+"""Loading, failing and falling back, with a loader that is handed in."""
+
+import asyncio
+import threading
+from typing import Any
+
+import msgspec
+
+from router.core.hashing import pack_tokens
+from router.tokenize.export import Exported
+from router.tokenize.load import LoadFailure
+from router.tokenize.port import NoTokens, PromptTokens
+from router.tokenize.service import TokenLimits, TokenService
+from tests.unit.tokenize.exported import tiny_exported
+
+CHAT = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "hello there"}]})
+
+
+def returns_tiny(source: str, **_: Any) -> Exported:
+    return tiny_exported()
+
+
+async def settled(service: TokenService) -> None:
+    """Until no model is loading any more."""
+    async with asyncio.timeout(60):
+        while any(m["state"] == "loading" for m in service.status()["models"].values()):
+            await asyncio.sleep(0.005)
+
+
+async def test_token_id_prompts_need_no_tokenizer() -> None:
+    service = TokenService()
+    await service.start()
+    try:
+        for prompt, ids in [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5])]:
+            body = msgspec.json.encode({"model": "m", "prompt": prompt})
+            found = await service.prompt(model="anything", endpoint="/v1/completions", body=body)
+            assert found == PromptTokens(packed=pack_tokens(ids))
+    finally:
+        await service.close()
+
+
+async def test_text_without_a_tokenizer_is_counted_by_reason() -> None:
+    service = TokenService()
+    await service.start()
+    try:
+        found = await service.prompt(model="m", endpoint="/v1/chat/completions", body=CHAT)
+        assert isinstance(found, NoTokens)
+        assert found.reason == "no_tokenizer"
+        assert service.outcomes["no_tokenizer"] == 1
+    finally:
+        await service.close()
+
+
+async def test_a_configured_served_name_counts_for_the_base_model() -> None:
+    service = TokenService({"served": "some/where"}, loader=returns_tiny)
+    await service.start()
+    try:
+        service.ensure("base/id", "/models/base", names=("other", "served"))
+        await settled(service)
+        found = await service.prompt(model="base/id", endpoint="/v1/chat/completions", body=CHAT)
+        assert isinstance(found, PromptTokens)
+        assert service.status()["models"]["served"]["models"] == ["base/id", "served"]
+    finally:
+        await service.close()
+
+
+async def test_an_unset_model_is_loaded_only_from_what_is_at_hand() -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def loader(source: str, *, offline: bool, deadline_s: float) -> Exported:
+        asked.append((source, offline))
+        return tiny_exported()
+
+    service = TokenService(loader=loader, at_hand=lambda source: source == "/models/here")
+    await service.start()
+    try:
+        service.ensure("here", "/models/here")
+        service.ensure("gone", "/models/gone")
+        await settled(service)
+        assert asked == [("/models/here", True)]
+        assert service.status()["models"]["/models/gone"]["state"] == "absent"
+    finally:
+        await service.close()
+
+
+async def test_a_failure_is_remembered_shown_and_retried_later_and_not_by_requests() -> None:
+    calls = 0
+    fixed = threading.Event()
+
+    def loader(source: str, *, offline: bool, deadline_s: float) -> Exported:
+        nonlocal calls
+        calls += 1
+        if not fixed.is_set():
+            raise LoadFailure("no such repository")
+        return tiny_exported()
+
+    service = TokenService({"m": "no/such"}, loader=loader, limits=TokenLimits(retry_first_s=0.05, retry_max_s=0.05))
+    await service.start()
+    try:
+        await settled(service)
+        before = calls
+        found = await service.prompt(model="m", endpoint="/v1/chat/completions", body=CHAT)
+        assert found == NoTokens("tokenizer_failed", "no such repository")
+        assert calls == before
+        assert service.status()["models"]["m"]["error"] == "no such repository"
+        fixed.set()
+        async with asyncio.timeout(60):
+            while service.status()["models"]["m"]["state"] != "ready":
+                await asyncio.sleep(0.01)
+        assert isinstance(await service.prompt(model="m", endpoint="/v1/chat/completions", body=CHAT), PromptTokens)
+    finally:
+        await service.close()
+
+
+async def test_a_body_that_is_no_request_is_no_exception() -> None:
+    service = TokenService({"m": "x"}, loader=returns_tiny)
+    await service.start()
+    try:
+        await settled(service)
+        for body in [b"", b"{", b"[]", b'{"messages": 3}', b'{"messages": [{}]}', b'{"messages": []}', b"[" * 100_000]:
+            for endpoint in ("/v1/chat/completions", "/v1/completions"):
+                found = await service.prompt(model="m", endpoint=endpoint, body=body)
+                assert isinstance(found, NoTokens), (endpoint, body[:40])
+                assert found.reason == "unrenderable"
+    finally:
+        await service.close()
