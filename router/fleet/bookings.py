@@ -8,7 +8,7 @@ May import: the standard library, router.core.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from router.core.types import BlockKey, WorkerAddress
@@ -126,6 +126,10 @@ class Bookings:
     def crowd(self, key: BlockKey | None) -> int:
         """Requests in flight whose deepest known block is `key`."""
         return 0 if key is None else self._crowd.get(key, 0)
+
+    def crowds(self) -> Mapping[BlockKey, int]:
+        """All crowds in flight, for telling other routers. A view, not a copy."""
+        return self._crowd
 
     def retire(self, worker: WorkerAddress) -> None:
         """This life of the worker is over; bookings still open are released on its old counts."""
