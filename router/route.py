@@ -237,7 +237,7 @@ class Conductor:
             worker=decision.worker,
             url=spec.url,
             name=spec.name,
-            data_parallel_rank=decision.worker.rank if spec.ranks > 1 else None,
+            data_parallel_rank=decision.worker.rank if view.pod.ranks > 1 else None,
             booking=booking,
             policy=policy,
             reason=decision.reason if isinstance(prepared.tokens, PromptTokens) else _why_inexact(prepared, decision),
@@ -258,8 +258,7 @@ class Conductor:
     def _views(self, prepared: Prepared, exclude: Set[WorkerAddress]) -> list[_View]:
         request = prepared.request
         local: dict[KeySpace, Mapping[WorkerAddress, int]] = {
-            space: self._local.holders(chain.keys[: chain.usable])
-            for space, chain in prepared.chains.items()
+            space: self._local.holders(chain.keys[: chain.usable]) for space, chain in prepared.chains.items()
         }
         return [
             self._view(prepared, pod, worker, local)
@@ -305,7 +304,7 @@ class Conductor:
             self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
             ttl_s = (
                 self._limits.confirm_grace_s
-                if chain.exact and view.pod.spec.events is not None
+                if chain.exact and view.pod.events is not None
                 else self._limits.local_ttl_no_events_s
             )
 

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -20,7 +21,18 @@ from router.core.types import WorkerAddress
 from router.fleet.bookings import Bookings
 from router.fleet.breaker import Breaker
 from router.fleet.load import LoadSample, RankLoad, is_stale, parse_metrics
-from router.fleet.state import FleetEvent, FleetState, Gone, ModelEntry, NotReady, Pod, PodSpec, Probed, Seen
+from router.fleet.state import (
+    EventSource,
+    FleetEvent,
+    FleetState,
+    Gone,
+    ModelEntry,
+    NotReady,
+    Pod,
+    PodSpec,
+    Probed,
+    Seen,
+)
 
 FailureKind = Literal["connect", "reset", "shutting_down", "status_5xx", "timeout", "malformed", "backpressure"]
 """What the proxy saw go wrong on a worker. Closed: it is a metric label."""
@@ -323,6 +335,7 @@ class Fleet:
                 if not with_models:
                     return Probed(identity=identity, not_ready=None)
                 models = await self._models(pod)
+                source = await self._event_source(pod) if pod.spec.events is None and pod.source is None else None
         except TimeoutError:
             return self._slow(pod, life, "health", f"no answer to a probe in {self._times.probe_timeout_s:g} s")
         except aiohttp.ClientConnectorError as exc:
@@ -336,7 +349,7 @@ class Fleet:
             return Probed(identity=identity, not_ready="models", detail=str(exc)[:200])
         if not models and pod.spec.model is None:
             return Probed(identity=identity, not_ready="models", detail="/v1/models lists nothing")
-        return Probed(identity=identity, not_ready=None, models=models)
+        return Probed(identity=identity, not_ready=None, models=models, source=source)
 
     def _slow(self, pod: Pod, life: _Life, why: NotReady, detail: str) -> Probed | None:
         life.slow += 1
@@ -373,6 +386,13 @@ class Fleet:
                 raise ValueError(f"/v1/models answered {reply.status}")
             raw = await _bounded(reply, MAX_MODELS_BYTES)
         return parse_models(raw)
+
+    async def _event_source(self, pod: Pod) -> EventSource:
+        assert self._session is not None
+        async with self._session.get(pod.spec.url + "/kv_event_sources", allow_redirects=False) as reply:
+            if reply.status != 200:
+                return EventSource()
+            return parse_event_sources(await _bounded(reply, MAX_MODELS_BYTES), pod.spec.url)
 
     async def _scrape_for_ever(self, identity: str, life: _Life) -> None:
         while self._lives.get(identity) is life:
@@ -484,3 +504,31 @@ def parse_models(raw: bytes) -> tuple[ModelEntry, ...]:
             )
         )
     return tuple(entries)
+
+
+def parse_event_sources(raw: bytes, pod_url: str) -> EventSource:
+    """A /kv_event_sources reply: {rank: KVEventsConfig}. Endpoints bound to all addresses get the pod's own host."""
+    try:
+        sources = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return EventSource()
+    first = sources.get("0") if isinstance(sources, dict) else None
+    if not isinstance(first, dict) or first.get("publisher") not in ("zmq", None):
+        return EventSource()
+    host = urlsplit(pod_url).hostname or ""
+    return EventSource(
+        events=_reachable(first.get("endpoint"), host),
+        replay=_reachable(first.get("replay_endpoint"), host),
+        ranks=max(len(sources), 1),
+    )
+
+
+def _reachable(endpoint: Any, host: str) -> str | None:
+    if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
+        return None
+    name, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not port.isdecimal():
+        return None
+    if name in ("*", "0.0.0.0", "[::]", "::"):  # noqa: S104  what the pod bound, not what we bind
+        name = f"[{host}]" if ":" in host else host
+    return f"tcp://{name}:{port}"

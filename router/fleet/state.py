@@ -40,6 +40,14 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     raw: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class EventSource(msgspec.Struct, frozen=True):
+    """A pod's answer to GET /kv_event_sources (vLLM >= 0.32), host filled in. All None: it publishes nothing."""
+
+    events: str | None = None
+    replay: str | None = None
+    ranks: int = 1
+
+
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
     """A pod as known now."""
 
@@ -48,12 +56,26 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
     not_ready: NotReady | None = "starting"
     detail: str = ""
     started_at_s: float | None = None  # process_start_time_seconds of its /metrics
-    block_size_tokens: int | None = None  # cache_config_info, or --block-size
+    block_size_tokens: int | None = None  # cache_config_info
+    source: "EventSource | None" = None  # what the pod itself says of its KV events, when nobody configured it
 
     @property
     def workers(self) -> tuple[WorkerAddress, ...]:
         """One address a data-parallel rank."""
-        return tuple(WorkerAddress(self.spec.identity, rank) for rank in range(self.spec.ranks))
+        return tuple(WorkerAddress(self.spec.identity, rank) for rank in range(self.ranks))
+
+    @property
+    def ranks(self) -> int:
+        return max(self.spec.ranks, self.source.ranks if self.source else 1)
+
+    @property
+    def events(self) -> str | None:
+        """ZMQ endpoint of rank 0's events: configured, else as the pod told."""
+        return self.spec.events or (self.source.events if self.source else None)
+
+    @property
+    def replay(self) -> str | None:
+        return self.spec.replay or (self.source.replay if self.source and not self.spec.events else None)
 
     @property
     def serving(self) -> bool:
@@ -99,6 +121,7 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelEntry, ...] | None = None
     started_at_s: float | None = None
     block_size_tokens: int | None = None
+    source: EventSource | None = None
 
 
 FleetEvent = Seen | Gone | Probed
@@ -151,6 +174,7 @@ class FleetState(msgspec.Struct, frozen=True):
             models=old.models if event.models is None else event.models,
             started_at_s=event.started_at_s if event.started_at_s is not None else old.started_at_s,
             block_size_tokens=event.block_size_tokens or old.block_size_tokens,
+            source=event.source or old.source,
         )
         return self if pod == old else self._with(pod)
 

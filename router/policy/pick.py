@@ -79,8 +79,8 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 def uncached_tokens(candidate: Candidate, request: RoutingRequest) -> int:
-    """M: the part of the prompt this worker would have to compute."""
-    return max(request.prompt_tokens - candidate.matched_tokens, 0)
+    """M: the part of the prompt this worker would have to compute; an engine always computes the last token."""
+    return max(request.prompt_tokens - candidate.matched_tokens, 1)
 
 
 def fit(candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[Candidate]:
@@ -108,7 +108,7 @@ def price(c: Candidate, m_min: int, request: RoutingRequest, costs: Costs) -> Te
 
 
 def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
-    """The default policy, `prefix`: least J; a prefix nobody holds goes to the smallest working set near the least J."""
+    """The default, `prefix`: least J; a prefix nobody holds goes to the smallest working set near the least J."""
     able = fit(candidates, request)
     if not able:
         return refuse(candidates)

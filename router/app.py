@@ -1,0 +1,233 @@
+"""Composition root of `warmroute serve`: builds every object, starts and stops them in order.
+
+May import everything below it, and indexer (one process can be both).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from indexer.app import Indexer
+from indexer.source import SourceSpec, rank_specs
+from router.admin import build_admin_app
+from router.core.types import WorkerAddress
+from router.fleet.discovery import start_discovery
+from router.fleet.fleet import Fleet, FleetTimes
+from router.fleet.state import FleetState, PodSpec
+from router.fleet.static import parse_specs
+from router.index.local import LocalView
+from router.index.memory import MemoryIndex
+from router.index.redis import RedisIndexReader
+from router.ops import Metrics, setup_logging
+from router.policy.baselines import POLICIES
+from router.proxy.handlers import build_app
+from router.proxy.limits import ProxyLimits
+from router.route import Conductor, RouteLimits
+from router.settings import CommonSettings, ServeSettings, SettingsError, pairs
+from router.tokenize.service import TokenService
+
+log = logging.getLogger("warmroute.app")
+
+
+def fleet_specs(settings: CommonSettings) -> list[PodSpec]:
+    """The pods of --pod. Raises SettingsError with the cure."""
+    try:
+        return parse_specs(settings.pod)
+    except ValueError as exc:
+        raise SettingsError(str(exc)) from exc
+
+
+def build_fleet(settings: CommonSettings) -> Fleet:
+    """A fleet that is not started yet."""
+    return Fleet(
+        times=FleetTimes(
+            scrape_interval_s=settings.scrape_interval_s,
+            scrape_timeout_s=settings.scrape_timeout_s,
+            scrape_stale_after_s=settings.scrape_stale_after_s,
+            probe_timeout_s=settings.probe_timeout_s,
+        ),
+        default_block_size_tokens=settings.block_size,
+    )
+
+
+def source_specs(state: FleetState) -> list[SourceSpec]:
+    """Which event sources to subscribe to: every rank of every pod whose events and base model are known."""
+    return [
+        spec
+        for pod in state.pods.values()
+        if pod.events is not None and (model := pod.base_model(None)) is not None
+        for spec in rank_specs(pod.spec.identity, model, pod.events, pod.replay, pod.ranks)
+    ]
+
+
+def follow(fleet: Fleet, indexer: Indexer, metrics: Metrics) -> None:
+    """Keep the indexer's subscriptions and the pod gauges in step with the fleet."""
+    known: list[Sequence[SourceSpec]] = [()]
+
+    def changed(state: FleetState) -> None:
+        specs = source_specs(state)
+        if specs != known[0]:
+            known[0] = specs
+            indexer.set_pods(specs)
+
+    fleet.on_change(changed)
+    fleet.on_restart(indexer.restarted)
+    count_pods(fleet, metrics)
+
+
+def count_pods(fleet: Fleet, metrics: Metrics) -> None:
+    """The ready-pod count is always there, 0 included (H73)."""
+
+    def changed(state: FleetState) -> None:
+        ready = sum(p.serving for p in state.pods.values())
+        metrics.pods.labels(state="ready").set(ready)
+        metrics.pods.labels(state="not_ready").set(len(state.pods) - ready)
+
+    fleet.on_change(changed)
+    changed(fleet.state)
+
+
+class Parts:
+    """The built objects of one router process."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.fleet = build_fleet(settings)
+        self.specs = fleet_specs(settings)
+        self.tokens = TokenService(
+            pairs(settings.tokenizer, "--tokenizer"), limits=TokenLimits(deadline_s=settings.tokenize_deadline_s)
+        )
+        if settings.policy not in POLICIES:
+            raise SettingsError(f"--policy {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
+        # Memory mode: nobody else needs to know the seed. Shared index: everybody must use the same one.
+        self.seed = settings.key_seed or ("" if settings.redis_url else secrets.token_hex(16))
+        self.local = LocalView()
+        self.index: MemoryIndex | RedisIndexReader = (
+            RedisIndexReader(
+                settings.redis_url,
+                seed=self.seed,
+                deadline_s=settings.index_deadline_ms / 1000,
+                metrics=self.metrics,
+            )
+            if settings.redis_url
+            else MemoryIndex()
+        )
+        self.index.listen(self.local)
+        self.indexer = (
+            Indexer(self.index, seed=self.seed, metrics=self.metrics) if isinstance(self.index, MemoryIndex) else None
+        )
+        self.fleet.learn_block_sizes_from(lambda worker: self.index.block_sizes().get(worker))
+        self.conductor = Conductor(
+            fleet=self.fleet,
+            tokens=self.tokens,
+            index=self.index,
+            local=self.local,
+            metrics=self.metrics,
+            policies=POLICIES,
+            policy=settings.policy,
+            seed=self.seed,
+            limits=RouteLimits(
+                local_ttl_s=settings.local_ttl_s,
+                local_ttl_no_events_s=settings.local_ttl_no_events_s,
+                prefill_tokens_per_s=settings.prefill_tokens_per_s,
+            ),
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Everything below HTTP, started in order and stopped in the reverse of it."""
+        async with AsyncExitStack() as stack:
+            await self.tokens.start()
+            stack.push_async_callback(self.tokens.close)
+            if isinstance(self.index, RedisIndexReader):
+                await self.index.start()
+                stack.push_async_callback(self.index.close)
+            if self.indexer is not None:
+                await self.indexer.start()
+                stack.push_async_callback(self.indexer.close)
+                follow(self.fleet, self.indexer, self.metrics)
+            else:
+                count_pods(self.fleet, self.metrics)
+            self.fleet.on_change(self._learn_tokenizers)
+            self.fleet.on_restart(self._forget)
+            await self.fleet.start()
+            stack.push_async_callback(self.fleet.close)
+            await start_pods(self.fleet, self.settings, self.specs, stack, self.metrics)
+            yield
+
+    def _learn_tokenizers(self, state: FleetState) -> None:
+        for pod in state.pods.values():
+            base = pod.base_model(None)
+            if base is not None:
+                self.tokens.ensure(base, names=[m.id for m in pod.models if m.parent is None])
+
+    def _forget(self, pod: str) -> None:
+        known = self.fleet.state.pods.get(pod)
+        for worker in known.workers if known else (WorkerAddress(pod),):
+            self.local.forget(worker)
+
+
+async def start_pods(
+    fleet: Fleet, settings: CommonSettings, specs: Sequence[PodSpec], stack: AsyncExitStack, metrics: Metrics
+) -> None:
+    """Pods from the settings at once, or from a discovery that runs until the stack is closed."""
+    if settings.discovery == "static":
+        fleet.set_pods(specs)
+        return
+    from router.fleet.discover import build_discovery  # kubernetes is imported only where it is asked for
+
+    discovery = build_discovery(settings, fleet.set_pods, metrics)
+    task = asyncio.create_task(discovery.run(), name="discovery")
+    stack.callback(task.cancel)
+
+
+async def listen(app: web.Application, host: str, port: int, what: str, **options: Any) -> tuple[web.AppRunner, int]:
+    """Serve `app`; the port that was got is logged. Raises SettingsError when the address cannot be had."""
+    runner = web.AppRunner(app, **options)
+    await runner.setup()
+    site = web.TCPSite(runner, host, port, backlog=4096)
+    try:
+        await site.start()
+    except OSError as exc:
+        await runner.cleanup()
+        raise SettingsError(f"cannot listen on {host}:{port} for {what}: {exc.strerror}; choose another port") from exc
+    got = int(runner.addresses[0][1])
+    log.info("listening", extra={"fields": {"what": what, "host": host, "port": got}})
+    return runner, got
+
+
+def stop_signals() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            sys.exit(130)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+def run_on_uvloop(main: Callable[[], Any]) -> int:
+    """Run a coroutine function to its end; a SettingsError becomes exit status 2 with its cure."""
+    import uvloop
+
+    try:
+        uvloop.run(main())
+    except SettingsError as exc:
+        sys.stderr.write(f"warmroute: {exc}\n")
+        return 2
+    return 0

@@ -1,0 +1,64 @@
+"""Bookings: exact whatever happens, and never below zero."""
+
+from random import Random
+
+import pytest
+
+from router.core.types import BlockKey, WorkerAddress
+from router.fleet.bookings import Booking, Bookings
+
+A, B = WorkerAddress("a"), WorkerAddress("b")
+KEY = BlockKey(b"12345678")
+
+
+def test_a_booking_is_prefill_until_its_first_token_and_gone_at_its_end() -> None:
+    bookings = Bookings()
+    seen = []
+    with bookings.hold(A, uncached_tokens=70, prompt_tokens=100, on_first_token=lambda: seen.append(1)) as booking:
+        assert (bookings.of(A).prefill_tokens, bookings.of(A).inflight_requests) == (70, 1)
+        booking.first_token()
+        booking.first_token()
+        assert (bookings.of(A).prefill_tokens, bookings.of(A).decode_context_tokens) == (0, 100)
+    assert (bookings.of(A).inflight_requests, bookings.of(A).decode_context_tokens, seen) == (0, 0, [1])
+
+
+def test_an_error_gives_it_back_too() -> None:
+    """H20."""
+    bookings = Bookings()
+    with pytest.raises(RuntimeError), bookings.hold(A, uncached_tokens=5, crowd_key=KEY):
+        raise RuntimeError
+    assert (bookings.of(A).prefill_tokens, bookings.inflight_requests, bookings.crowd(KEY)) == (0, 0, 0)
+
+
+def test_a_release_after_the_pod_flapped_lands_on_the_old_counts() -> None:
+    """H21: remove and add the pod while a request runs; its end must not make the new count -1."""
+    bookings = Bookings()
+    old = bookings.hold(A, uncached_tokens=5)
+    bookings.retire(A)
+    new = bookings.hold(A, uncached_tokens=7)
+    old.release()
+    assert (bookings.of(A).prefill_tokens, bookings.of(A).inflight_requests) == (7, 1)
+    new.release()
+    assert (bookings.of(A).prefill_tokens, bookings.of(A).inflight_requests) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_order_of_endings_comes_back_to_zero(seed: int) -> None:
+    rng = Random(seed)
+    bookings = Bookings()
+    open_ones: list[Booking] = []
+    for _ in range(300):
+        if rng.random() < 0.5 or not open_ones:
+            open_ones.append(
+                bookings.hold(rng.choice([A, B]), uncached_tokens=rng.randrange(100), prompt_tokens=9, crowd_key=KEY)
+            )
+        else:
+            booking = rng.choice(open_ones)
+            rng.choice([booking.first_token, booking.release, booking.release])()
+        if rng.random() < 0.02:
+            bookings.retire(A)
+        assert all(bookings.of(w).inflight_requests >= 0 and bookings.of(w).prefill_tokens >= 0 for w in (A, B))
+    for booking in open_ones:
+        booking.release()
+    assert bookings.inflight_requests == bookings.crowd(KEY) == 0
+    assert all(bookings.of(w).prefill_tokens == bookings.of(w).decode_context_tokens == 0 for w in (A, B))

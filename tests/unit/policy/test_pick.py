@@ -1,0 +1,100 @@
+"""The default policy as a specification: which worker, in which situation."""
+
+import itertools
+from collections import Counter
+from random import Random
+
+import pytest
+
+from router.core.types import WorkerAddress
+from router.policy.pick import Candidate, Chosen, Costs, Refused, RoutingRequest, pick
+
+
+def worker(name: str, **kw: object) -> Candidate:
+    return Candidate(worker=WorkerAddress(name), **{"matched_tokens": 0, **kw})  # type: ignore[arg-type]
+
+
+def choose(candidates: list[Candidate], seed: int = 1, **request: int) -> str:
+    decision = pick(candidates, RoutingRequest(**{"prompt_tokens": 7000, **request}), Costs(), Random(seed))
+    assert isinstance(decision, Chosen)
+    return decision.worker.pod
+
+
+COLD_IDLE = worker("cold-idle")
+WARM_IDLE = worker("warm-idle", matched_tokens=6900)
+
+
+def warm_busy(requests: int) -> Candidate:
+    return worker("warm-busy", matched_tokens=6900, inflight_requests=requests, booked_prefill_tokens=300 * requests)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "expected"),
+    [
+        pytest.param([COLD_IDLE, WARM_IDLE], "warm-idle", id="a hit wins among the idle"),
+        pytest.param([COLD_IDLE, warm_busy(8)], "warm-busy", id="a whole hit outweighs a queue"),
+        pytest.param([COLD_IDLE, warm_busy(200)], "cold-idle", id="but not any queue"),
+        pytest.param(
+            [worker("A", matched_tokens=32), worker("B", matched_tokens=160)], "B", id="the longer match wins (H61)"
+        ),
+        pytest.param([worker("A", inflight_requests=20), worker("B")], "B", id="a miss goes to the least loaded (H59)"),
+        pytest.param(
+            [worker("A", booked_prefill_tokens=20_000), worker("B")], "B", id="booked prefill counts before any scrape"
+        ),
+        pytest.param(
+            [worker("A", working_set_blocks=900), worker("B", working_set_blocks=100)],
+            "B",
+            id="a prefix nobody holds goes where least is cached",
+        ),
+        pytest.param([worker("down", ready=False, matched_tokens=6900), COLD_IDLE], "cold-idle", id="ready ones only"),
+        pytest.param(
+            [worker("short", matched_tokens=6900, max_model_len_tokens=4096), COLD_IDLE],
+            "cold-idle",
+            id="the context must fit",
+        ),
+    ],
+)
+def test_which_worker(candidates: list[Candidate], expected: str) -> None:
+    assert {choose(candidates, seed=s) for s in range(20)} == {expected}
+
+
+def test_one_switch_point_as_the_warm_worker_gets_busier() -> None:
+    """H60: the choice leaves the warm worker once and does not come back."""
+    chosen = [choose([COLD_IDLE, warm_busy(n)]) for n in range(0, 400, 4)]
+    switches = sum(a != b for a, b in itertools.pairwise(chosen))
+    assert (chosen[0], chosen[-1], switches) == ("warm-busy", "cold-idle", 1)
+
+
+def test_a_crowd_takes_the_price_off_one_more_copy() -> None:
+    # uncrowded, 12 requests on the warm worker are still better than a copy; among 200 siblings a copy pays
+    pair = [COLD_IDLE, warm_busy(12)]
+    assert choose(pair) == "warm-busy"
+    assert choose(pair, crowd_requests=200) == "cold-idle"
+
+
+def test_equal_workers_share_the_work() -> None:
+    """H65: ties are spread evenly; chi-square with 3 degrees of freedom, 0.1 % level."""
+    rng = Random(7)
+    fleet = [worker(n) for n in "abcd"]
+    counts: Counter[str] = Counter()
+    for _ in range(4000):
+        decision = pick(fleet, RoutingRequest(prompt_tokens=100), Costs(), rng)
+        assert isinstance(decision, Chosen)
+        counts[decision.worker.pod] += 1
+    assert sum((counts[n] - 1000) ** 2 / 1000 for n in "abcd") < 16.27
+
+
+def test_unknown_prompts_are_spread_by_requests_in_flight() -> None:
+    assert choose([worker("A", inflight_requests=3), worker("B", inflight_requests=2)], prompt_tokens=0) == "B"
+
+
+@pytest.mark.parametrize(
+    ("candidates", "reason"),
+    [
+        pytest.param([], "no_worker", id="an empty fleet (H68)"),
+        pytest.param([worker("A", ready=False)], "no_worker", id="nobody ready"),
+        pytest.param([worker("A", max_model_len_tokens=100)], "too_long", id="too long for everybody"),
+    ],
+)
+def test_refusals_say_why(candidates: list[Candidate], reason: str) -> None:
+    assert pick(candidates, RoutingRequest(prompt_tokens=7000), Costs(), Random(1)) == Refused(reason)  # type: ignore[arg-type]
