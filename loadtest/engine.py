@@ -216,6 +216,18 @@ class Engine:
             aborted_requests=self._aborted,
         )
 
+    def match(self, hashes: Sequence[int]) -> list[int]:
+        """The longest run of a chain that is in the cache now. For oracles: no real pod answers this."""
+        return self._pool.match(hashes, len(hashes))
+
+    def pending_prefill_tokens(self) -> int:
+        """Prompt tokens still to be computed by all that are in flight. For oracles."""
+        bs = self.profile.block_size_tokens
+        total = self._partial.tokens - self._partial.computed if self._partial else 0
+        for seq in [*self._waiting, *(a[2] for a in self._arriving)]:
+            total += seq.tokens - len(self._pool.match(self._chain(seq), (seq.tokens - 1) // bs)) * bs
+        return total
+
     def step(self, now_s: float) -> StepResult | None:
         """Run one step that begins at `now_s`; None when there is nothing to run."""
         arriving = self._arriving

@@ -19,6 +19,7 @@ class Candidate(msgspec.Struct, frozen=True):
     matched_tokens: int  # of this prompt, held by the worker (whole blocks, at most prompt - 1), predictions included
     booked_prefill_tokens: int = 0  # Q: uncached prompt tokens sent there and not yet at first token
     inflight_requests: int = 0  # n
+    waiting_requests: int = 0  # of them, not yet admitted by the engine, as last scraped; only published rules read it
     kv_held_ratio: float = 0.0  # share of the worker's KV cache held by running requests, 0..1
     prefill_tokens_per_s: float = 20_000.0  # R, learnt or configured
     working_set_blocks: int = 0  # distinct blocks routed there lately

@@ -26,7 +26,7 @@ FailureKind = Literal[
 SAFE: frozenset[FailureKind] = frozenset({"connect", "shutting_down", "backpressure"})
 """The pod provably did not run the request."""
 FREE: frozenset[FailureKind] = frozenset({"connect"})
-"""Trying again costs the fleet no work, so the budget does not count it: a dead pod must not use up the others' share."""
+"""Trying again costs the fleet no work, so the budget does not count it: dead pods must not use up the share."""
 
 Denied = Literal["unsafe", "attempts", "ambiguous_again", "ambiguous_off", "budget"]
 
