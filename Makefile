@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types layers format test-slow test-vllm test-helm clean
+.PHONY: docs help demo test check lint types layers format test-slow test-vllm test-helm clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -68,6 +68,9 @@ $(VLLM_VENV)/.installed:
 
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.installed  ## real vLLM on the CPU: predicted against delivered cached tokens
 	$(BIN)/python -m pytest -m vllm tests/vllm -s
+
+docs: $(VENV)/.dev  ## write the generated reference pages
+	$(BIN)/python docs/generate.py
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) $(VLLM_VENV) .cache .mypy_cache .ruff_cache .pytest_cache out

@@ -143,6 +143,63 @@ class ServeSettings(CommonSettings):
         2.0, gt=0, description="limit of tokenizing one prompt; after it the approximate chain decides"
     )
     drain_s: float = Field(30.0, ge=0, description="after SIGTERM: how long streams may still run")
+    api_key: Many = Field(
+        default_factory=list,
+        description="key that clients must send as a bearer token; repeatable; unset: no key is asked",
+    )
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM) of the client port; with --tls-key")
+    tls_key: Path | None = Field(None, description="private key (PEM) of the client port")
+    pod_ca: Path | None = Field(None, description="CA bundle (PEM) that signs the certificates of https pods")
+
+    # what clients may send
+    request_max_bytes: int = Field(
+        128 << 20, gt=0, description="longest request body; inline images reach tens of megabytes"
+    )
+    request_header_max_bytes: int = Field(65536, ge=1024, description="longest header line; JWTs pass 8 KiB")
+    request_headers_max: int = Field(256, gt=0, description="most header lines of a request")
+    request_head_limit_s: float = Field(30.0, gt=0, description="from the first byte to the end of a request's head")
+    request_body_idle_limit_s: float = Field(60.0, gt=0, description="longest silence while a body is being sent")
+    client_idle_limit_s: float = Field(75.0, gt=0, description="idle keep-alive; above a load balancer's usual 60 s")
+    client_stall_limit_s: float = Field(300.0, gt=0, description="longest time a client may not read its reply")
+    connections_per_client: int = Field(0, ge=0, description="open connections from one address; 0: no limit")
+    connections_max: int = Field(20_000, gt=0, description="open client connections in all")
+    buffered_bodies_max_bytes: int = Field(2 << 30, gt=0, description="request bodies held at one time, all together")
+    inflate_max_bytes: int = Field(
+        64 << 20, gt=0, description="of a compressed body, inflated for routing; beyond: by load"
+    )
+    multipart_search_max_bytes: int = Field(8 << 20, gt=0, description="where the model field of a form is looked for")
+
+    # what pods may do
+    connect_limit_s: float = Field(3.0, gt=0, description="to connect to a pod")
+    first_byte_limit_s: float = Field(
+        1800.0, gt=0, description="to a reply's first byte; prefills of ten minutes must live"
+    )
+    idle_limit_s: float = Field(600.0, gt=0, description="longest silence inside a reply")
+    gone_limit_s: float = Field(2.0, gt=0, description="the same for a pod that is known to be gone")
+    reply_header_max_bytes: int = Field(65536, ge=1024, description="longest header line of a pod's reply")
+    pod_keepalive_s: float = Field(4.0, gt=0, description="idle connection to a pod; below the pod's own 5 s")
+
+    # trying again
+    retry_attempts: int = Field(4, gt=0, description="attempts of one request, the first included")
+    retry_budget_ratio: float = Field(
+        0.2, ge=0, description="retries per request, so that a sick fleet is not multiplied"
+    )
+    retry_reserve: int = Field(20, ge=0, description="retries at hand with no traffic before them")
+    retry_ambiguous: bool = Field(
+        True, description="retry once after a reset of a reused idle connection, which cannot be told from a lost reply"
+    )
+
+    # what we say
+    retry_after_s: int = Field(1, ge=0, description="Retry-After of our own 429 and 503")
+    forward_authorization: bool | None = Field(
+        None, description="pass the client's Authorization on to pods; unset: only when no --api-key is set"
+    )
+    forward_control_routes: bool = Field(
+        False, description="pass on routes that act on one pod, such as /sleep and /reset_prefix_cache"
+    )
+    stream_comment_interval_s: float = Field(
+        0.0, ge=0, description="SSE comments before a stream's first byte, for load balancers that cut silence; 0: none"
+    )
 
 
 class IndexSettings(CommonSettings):

@@ -1,0 +1,78 @@
+"""Write docs/configuration.md and docs/metrics.md from the code. `make docs`; a test compares."""
+
+import typing
+from pathlib import Path
+
+from router.ops import Metrics
+from router.settings import CommonSettings, IndexSettings, ServeSettings
+
+DOCS = Path(__file__).parent
+
+
+def configuration() -> str:
+    lines = [
+        "# Configuration",
+        "",
+        "Generated from `router/settings.py` by `make docs`. Flags win over environment, environment over the YAML",
+        "file (`--config FILE`, names with underscores). Environment names are `WARMROUTE_` + the name in capitals;",
+        "a repeatable setting takes several values separated by white space there.",
+    ]
+    common = set(CommonSettings.model_fields)
+    lines += _table("`warmroute serve` and `warmroute index`", CommonSettings, common)
+    lines += _table("`warmroute serve`", ServeSettings, set(ServeSettings.model_fields) - common)
+    lines += _table("`warmroute index`", IndexSettings, set(IndexSettings.model_fields) - common)
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, model: type[CommonSettings], names: set[str]) -> list[str]:
+    lines = ["", f"## {title}", "", "| flag | default | meaning |", "|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if name not in names:
+            continue
+        default = field.get_default(call_default_factory=True)
+        shown = (
+            {None: "unset", True: "on", False: "off"}.get(default, f"`{default}`")
+            if default not in ([], "")
+            else "none"
+        )
+        flag = "--" + name.replace("_", "-")
+        if "list" in str(typing.get_origin(field.annotation) or field.annotation):
+            flag += " (repeatable)"
+        lines.append(f"| `{flag}` | {shown} | {field.description} |".replace("` (repeatable)", " (repeatable)`"))
+    return lines
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None:
+        return "unset"
+    return "none" if default in ([], "") else f"`{default}`"
+
+
+def metrics() -> str:
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from the registry by `make docs`. Of both `serve` and `index`; a label takes its values from a",
+        "closed set.",
+        "",
+        "| metric | type | labels | meaning |",
+        "|---|---|---|---|",
+    ]
+    for collector in sorted(Metrics().registry._collector_to_names, key=lambda c: getattr(c, "_name", "")):
+        name = getattr(collector, "_name", None)
+        if name is None:
+            continue
+        kind = collector._type  # type: ignore[attr-defined]
+        labels = ", ".join(collector._labelnames)  # type: ignore[attr-defined]
+        full = name + ("_total" if kind == "counter" else "")
+        lines.append(f"| `{full}` | {kind} | {labels} | {collector._documentation} |")  # type: ignore[attr-defined]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+
+if __name__ == "__main__":
+    for page, make in PAGES.items():
+        (DOCS / page).write_text(make())
