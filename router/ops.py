@@ -53,6 +53,11 @@ class Metrics:
         self.token_fallbacks = self.counter("token_fallbacks", "requests routed without exact token ids", "reason")
         self.index_fallbacks = self.counter("index_fallbacks", "lookups answered by the local view alone", "reason")
 
+        # -- the fleet ----------------------------------------------------------------------------------------------
+        self.pods = self.gauge("pods", "pods known, by whether they may get requests", "state")
+        self.discovery_synced = self.gauge("discovery_synced_seconds", "when pods were last listed (Unix time)", "kind")
+        self.discovery_restarts = self.counter("discovery_restarts", "discovery loops begun anew", "kind", "reason")
+
     def counter(self, name: str, help_text: str, *labels: str) -> Counter:
         """A new counter `warmroute_<name>_total`."""
         return Counter(f"warmroute_{name}", help_text, labels, registry=self.registry)
