@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -33,9 +33,7 @@ from router.fleet.state import (
     Probed,
     Seen,
 )
-
-FailureKind = Literal["connect", "reset", "shutting_down", "status_5xx", "timeout", "malformed", "backpressure"]
-"""What the proxy saw go wrong on a worker. Closed: it is a metric label."""
+from router.policy.retry import FailureKind
 
 PROBE_INTERVAL_S = 2.0  # ready pods; a dead one is found by the proxy's own connects before that
 STARTING_INTERVAL_S = 0.5  # pods that may come up any moment
@@ -278,6 +276,12 @@ class Fleet:
         return life.gone
 
     # -- what the proxy tells -------------------------------------------------------------------------------------
+
+    def sent(self, worker: WorkerAddress) -> None:
+        """A request goes to the worker: with its breaker half-open it is the trial, and no other goes along."""
+        breaker = self._breakers.get(worker)
+        if breaker is not None:
+            breaker.sent(now_s=self._clock())
 
     def failed(self, worker: WorkerAddress, kind: FailureKind) -> None:
         """A request to the worker went wrong. A refused connection takes the whole pod out until it answers again."""

@@ -1,0 +1,275 @@
+"""The client port: from a request's head to the exchange that answers it.
+
+Order at the door: pages, key, sizes, body, JSON, model; each failure has its own error object (H17, DESIGN 14).
+May import: aiohttp.web, router.door, router.route, router.policy, router.fleet (types), router.proxy.*, router.ops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from router.door import OPEN_PATHS, ApiKeys, Lifecycle
+from router.ops import Metrics
+from router.policy.retry import RetryBudget
+from router.proxy.body import BodyLedger, read_body
+from router.proxy.errors import HttpError
+from router.proxy.exchange import CLIENT_GONE, Asked, ConductorPort, Exchange, FleetPort, Parts
+from router.proxy.front import ClientGone, Front
+from router.proxy.headers import RawHeaders, request_id, value_of
+from router.proxy.limits import ProxyLimits
+from router.proxy.parse import NOTHING, Parsed, parse, route_request
+from router.proxy.record import Record
+from router.proxy.sticky import ResponseHomes
+from router.proxy.upstream import Upstream
+from router.proxy.watch import GoneWatch
+
+log = logging.getLogger("router.proxy")
+
+Pages = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse | None]]
+"""Health, metrics and debug pages: (request, path) -> reply, or None when the path is none of theirs."""
+
+CONTROL_ROUTES = frozenset(
+    {
+        "/reset_prefix_cache",
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
+        "/sleep",
+        "/wake_up",
+        "/pause",
+        "/resume",
+        "/abort_requests",
+        "/inference/v1/abort_requests",
+        "/collective_rpc",
+        "/server_info",
+        "/scale_elastic_ep",
+        "/start_profile",
+        "/stop_profile",
+        "/init_weight_transfer_engine",
+        "/update_weights",
+    }
+)
+"""vLLM routes that act on one engine: through a router they would hit a pod by chance, sent by any client."""
+
+
+class Proxy:
+    """Handles every request of the client port."""
+
+    def __init__(self, parts: Parts, *, pages: Pages, keys: ApiKeys, lifecycle: Lifecycle) -> None:
+        self._parts = parts
+        self._pages = pages
+        self._keys = keys
+        self._debug = parts.limits.admin_on_main
+        forwarded = parts.limits.forward_authorization
+        self._authorization = forwarded if forwarded is not None else not keys
+        self._bodies = BodyLedger(parts.limits.buffered_bodies_max_bytes)
+        self._lifecycle = lifecycle
+        self.inflight = 0
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request, remembered however it ends."""
+        target = origin_form(request.raw_path)
+        path = target.partition("?")[0]
+        given_id = request_id(request.raw_headers, uuid.uuid4().hex)
+        record = Record(
+            method=request.method, path=path, client=request.remote or "", request_id=given_id.decode("latin-1")
+        )
+        metrics = self._parts.metrics
+        self.inflight += 1
+        metrics.inflight.set(self.inflight)
+        try:
+            response = await self._answer(request, target, path, given_id, record)
+            record.status = record.status or response.status
+        except HttpError as exc:
+            response = exc.response()
+            record.status, record.note = exc.status, record.note or exc.code or ""
+            response.headers["X-Request-Id"] = record.request_id
+        except ConnectionError:
+            self._left(record)
+            return ClientGone()
+        except asyncio.CancelledError:
+            self._left(record)
+            raise
+        except Exception:
+            record.status, record.note = 500, "fault"
+            raise
+        finally:
+            self.inflight -= 1
+            metrics.inflight.set(self.inflight)
+            record.finish(metrics)
+        if self._lifecycle.draining:
+            response.force_close()
+        return response
+
+    def _left(self, record: Record) -> None:
+        record.status = CLIENT_GONE
+        record.note = record.note or "client_gone"
+        self._parts.metrics.client_gone.inc()
+
+    async def _answer(
+        self, request: web.BaseRequest, target: str, path: str, given_id: bytes, record: Record
+    ) -> web.StreamResponse:
+        headers = request.raw_headers
+        if path not in OPEN_PATHS and not self._keys.admits(headers):
+            raise HttpError(401, "A valid API key is needed: Authorization: Bearer KEY.", close=request.body_exists)
+        if self._debug or not path.startswith("/debug/"):
+            page = await self._pages(request, path)
+            if page is not None:
+                return page
+        if path == "/v1/models" or path.startswith("/v1/models/"):
+            if request.method in ("GET", "HEAD"):
+                return self._models(path)
+        elif path.startswith("/debug/"):
+            raise HttpError(404, "Debug pages are on the admin port (or here with --admin-on-main).", close=True)
+        if path in CONTROL_ROUTES and not self._parts.limits.forward_control_routes:
+            raise HttpError(403, "This route acts on one engine: call the pod itself.", close=request.body_exists)
+        return await self._forward(request, target, path, given_id, record)
+
+    async def _forward(
+        self, request: web.BaseRequest, target: str, path: str, given_id: bytes, record: Record
+    ) -> web.StreamResponse:
+        parts, headers = self._parts, request.raw_headers
+        limits = parts.limits
+        policy = self._policy(headers)
+        with self._bodies.hold() as held:
+            body = await read_body(request, limits, held)
+            record.bytes_in = len(body) if body else 0
+            parsed = NOTHING
+            if body:
+                parsed = parse(
+                    path,
+                    headers,
+                    body,
+                    inflate_max_bytes=limits.inflate_max_bytes,
+                    form_search_max_bytes=limits.multipart_search_max_bytes,
+                )
+            elif request.method == "POST":
+                parsed = parse(path, (), b"", inflate_max_bytes=0, form_search_max_bytes=0)
+            self._check_model(parsed)
+            record.model = parsed.model
+            asked = self._asked(request, target, path, given_id, body, parsed)
+            route = route_request(path, parsed, body_bytes=record.bytes_in, policy=policy)
+            return await Exchange(parts, request, asked, record).run(route)
+
+    def _asked(
+        self, request: web.BaseRequest, target: str, path: str, given_id: bytes, body: bytes | None, parsed: Parsed
+    ) -> Asked:
+        stored = parsed.previous_response_id
+        walk = False
+        if path.startswith("/v1/responses/") and path.count("/") >= 3:
+            stored = path.split("/")[3]
+            walk = True
+        pod = self._parts.homes.home(stored) if stored else None
+        only = None
+        if pod is not None:
+            home = next((p for p in self._parts.fleet.pods() if p.spec.identity == pod and p.serving), None)
+            only = frozenset(home.workers) if home is not None else None
+        return Asked(
+            endpoint=path,
+            target=target,
+            headers=request.raw_headers,
+            body=body,
+            request_id=given_id,
+            authorization=self._authorization,
+            only=only,
+            walk=walk and only is None,
+        )
+
+    def _policy(self, headers: RawHeaders) -> str | None:
+        if not self._parts.limits.allow_policy_header:
+            return None
+        given = value_of(headers, b"x-warmroute-policy")
+        if not given:
+            return None
+        name = given.decode("latin-1")
+        if not self._parts.conductor.has_policy(name):
+            raise HttpError(
+                400, "x-warmroute-policy names no policy of this router.", code="unknown_policy", close=True
+            )
+        return name
+
+    def _check_model(self, parsed: Parsed) -> None:
+        fleet, model = self._parts.fleet, parsed.model
+        if model is None or fleet.serves(model):
+            return
+        if not fleet.heard_models():
+            raise self._no_models_yet()
+        raise HttpError(404, f"The model `{model[:200]}` is not served here.", code="model_not_found", param="model")
+
+    def _no_models_yet(self) -> HttpError:
+        return HttpError(
+            503, "No pod has reported its models yet; try again.", retry_after_s=self._parts.limits.retry_after_s
+        )
+
+    def _models(self, path: str) -> web.StreamResponse:
+        """GET /v1/models, the union, and /v1/models/{id} (H76)."""
+        fleet = self._parts.fleet
+        if not fleet.heard_models():
+            raise self._no_models_yet()
+        listed = fleet.model_list()
+        if path == "/v1/models":
+            body: object = {"object": "list", "data": listed}
+        else:
+            name = unquote(path.removeprefix("/v1/models/"))
+            body = next((entry for entry in listed if entry.get("id") == name), None)
+            if body is None:
+                raise HttpError(
+                    404, f"The model `{name[:200]}` is not served here.", code="model_not_found", param="model"
+                )
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def origin_form(target: str) -> str:
+    """Path and query of a request target; a proxy-style absolute one loses its scheme and authority."""
+    if target.startswith("/"):
+        return target
+    _, scheme, rest = target.partition("://")
+    if scheme:
+        slash = rest.find("/")
+        return rest[slash:] if slash >= 0 else "/"
+    return target
+
+
+class ProxyApp:
+    """The client port, ready to be served by `front.listen`, and what must be closed with it."""
+
+    def __init__(self, proxy: Proxy, front: Front, parts: Parts) -> None:
+        self.proxy = proxy
+        self.front = front
+        self.parts = parts
+
+    async def close(self) -> None:
+        """Stop helpers; call it after the listeners were closed."""
+        await self.parts.gone.close()
+
+
+def build_app(
+    conductor: ConductorPort,
+    fleet: FleetPort,
+    upstream: Upstream,
+    limits: ProxyLimits,
+    metrics: Metrics,
+    *,
+    pages: Pages,
+    keys: ApiKeys | None = None,
+    lifecycle: Lifecycle | None = None,
+) -> ProxyApp:
+    """Everything of the client port but the socket."""
+    parts = Parts(
+        conductor=conductor,
+        fleet=fleet,
+        upstream=upstream,
+        limits=limits,
+        metrics=metrics,
+        budget=RetryBudget(ratio=limits.retry_budget_ratio, reserve_retries=limits.retry_reserve),
+        gone=GoneWatch(fleet.gone, limit_s=limits.gone_limit_s),
+        homes=ResponseHomes(),
+    )
+    proxy = Proxy(parts, pages=pages, keys=keys or ApiKeys(), lifecycle=lifecycle or Lifecycle())
+    return ProxyApp(proxy, Front(proxy.handle, limits, metrics), parts)

@@ -1,0 +1,128 @@
+"""What one request will be remembered by: metrics and one structured access line. No body, no header, no query (H15).
+
+May import: the standard library, router.ops, router.route (Choice).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from router.ops import Metrics, access
+from router.route import Choice
+
+ROUTES = (
+    "/health",
+    "/ready",
+    "/metrics",
+    "/debug/pods",
+    "/debug/route",
+    "/v1/models",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v2/embed",
+    "/tokenize",
+    "/detokenize",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+)
+_KNOWN = frozenset(ROUTES)
+
+
+def route_label(path: str) -> str:
+    """A closed set of labels: random paths must not become time series (H72)."""
+    if path in _KNOWN:
+        return path
+    if path.startswith("/v1/responses/"):
+        return "/v1/responses/{id}"
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+
+
+class Record:
+    """Filled while the request is handled, written once at its end."""
+
+    __slots__ = (
+        "_began_s",
+        "attempts",
+        "bytes_in",
+        "bytes_out",
+        "choice",
+        "client",
+        "endpoint",
+        "first_byte_s",
+        "method",
+        "model",
+        "note",
+        "request_id",
+        "status",
+    )
+
+    def __init__(self, *, method: str, path: str, client: str, request_id: str) -> None:
+        self._began_s = time.monotonic()
+        self.method = method
+        self.endpoint = route_label(path)
+        self.client = client
+        self.request_id = request_id
+        self.status = 0
+        self.note = ""  # why it ended as it did: a closed set of words
+        self.model: str | None = None
+        self.choice: Choice | None = None
+        self.attempts = 0
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.first_byte_s: float | None = None
+
+    def first_byte(self) -> None:
+        """The first byte of the reply's body has come."""
+        if self.first_byte_s is None:
+            self.first_byte_s = time.monotonic() - self._began_s
+
+    def finish(self, metrics: Metrics) -> None:
+        """Count and log."""
+        duration_s = time.monotonic() - self._began_s
+        metrics.requests.labels(self.endpoint, str(self.status)).inc()
+        metrics.request_seconds.labels(self.endpoint).observe(duration_s)
+        if self.first_byte_s is not None:
+            metrics.first_byte_seconds.labels(self.endpoint).observe(self.first_byte_s)
+        if access.isEnabledFor(logging.INFO):
+            access.info("request", extra={"fields": self._fields(duration_s)})
+
+    def _fields(self, duration_s: float) -> dict[str, object]:
+        fields: dict[str, object] = {
+            "method": self.method,
+            "endpoint": self.endpoint,
+            "status": self.status,
+            "duration_ms": round(duration_s * 1000, 2),
+            "request_id": self.request_id,
+            "client": self.client,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+        }
+        if self.first_byte_s is not None:
+            fields["ttft_ms"] = round(self.first_byte_s * 1000, 2)
+        if self.model is not None:
+            fields["model"] = self.model
+        choice = self.choice
+        if choice is not None:
+            fields |= {
+                "pod": choice.name,
+                "policy": choice.policy,
+                "reason": choice.reason,
+                "prompt_tokens": choice.prompt_tokens,
+                "matched_tokens": choice.matched_tokens,
+                "attempts": self.attempts,
+            }
+        if self.note:
+            fields["note"] = self.note
+        return fields
