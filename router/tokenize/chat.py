@@ -223,7 +223,7 @@ def _content(content: Any, role: str, content_format: ContentFormat) -> tuple[An
             # "string" templates get the placeholders before the message's text, so nothing of it is known.
             return ([*parts, {"type": "text", "text": MEDIA_MARK}] if wrap else MEDIA_MARK), True
         parsed = _part(part, role, wrap)
-        if parsed is not None:
+        if parsed:  # an empty text is no line of its own
             parts.append(parsed)
     return (parts if wrap else "\n".join(parts)), False
 

@@ -21,7 +21,7 @@ from router.tokenize.chat import (
 from router.tokenize.encode import Encoder, Side, truncate
 from router.tokenize.export import Exported
 from router.tokenize.port import NoTokens, PromptTokens
-from router.tokenize.template import ChatTemplate, TemplateRefusal
+from router.tokenize.template import ChatTemplate
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -59,7 +59,7 @@ _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
 
 
-def completion_prompt(body: bytes) -> tuple[CompletionBody, str | bytes]:
+def _completion_prompt(body: bytes) -> tuple[CompletionBody, str | bytes]:
     """The first prompt of a completions body: text, or packed ids. Raises Unrenderable."""
     parsed = decode(_completion_decoder, body)
     if parsed.prompt_embeds is not None or parsed.suffix is not None:
@@ -118,7 +118,7 @@ def truncation(
     return Truncation(limit_tokens=wanted, side=side)
 
 
-def truncate_ids(packed: bytes, cut: Truncation | None) -> bytes:
+def _truncate_ids(packed: bytes, cut: Truncation | None) -> bytes:
     return packed if cut is None else truncate(packed, cut.limit_tokens, cut.side or "left")
 
 
@@ -165,17 +165,10 @@ class ModelRenderer:
         return self._template(self._named[name])
 
     def chat(self, body: bytes) -> PromptTokens | NoTokens:
-        """Ids for POST /v1/chat/completions."""
-        try:
-            parsed = decode(_chat_decoder, body)
-            reused = _reused_ids(parsed.kv_transfer_params)
-            if reused is not None:
-                return PromptTokens(packed=reused)
-            return self.chat_body(parsed)
-        except Unrenderable as exc:
-            return NoTokens("unrenderable", str(exc))
-        except TemplateRefusal as exc:
-            return NoTokens("template_error", str(exc))
+        """Ids for POST /v1/chat/completions. Raises Unrenderable, TemplateRefusal."""
+        parsed = decode(_chat_decoder, body)
+        reused = _reused_ids(parsed.kv_transfer_params)
+        return self.chat_body(parsed) if reused is None else PromptTokens(packed=reused)
 
     def chat_body(self, body: ChatBody) -> PromptTokens | NoTokens:
         """Ids of a parsed chat. Raises Unrenderable, TemplateRefusal."""
@@ -203,7 +196,7 @@ class ModelRenderer:
             return self._encoder.encode_truncated(
                 text, add_special_tokens=add_special_tokens, limit_tokens=cut.limit_tokens
             )
-        return truncate_ids(self._encoder.encode(text, add_special_tokens=add_special_tokens), cut)
+        return _truncate_ids(self._encoder.encode(text, add_special_tokens=add_special_tokens), cut)
 
     def _before_media(self, text: str, *, add_special_tokens: bool) -> PromptTokens | NoTokens:
         """The ids before the last special token that precedes the first media part: those cannot change any more."""
@@ -212,3 +205,17 @@ class ModelRenderer:
         if not packed:
             return NoTokens("media", "nothing is known before the first media part")
         return PromptTokens(packed=packed, partial=True)
+
+
+def completion(renderer: ModelRenderer | NoTokens, body: bytes) -> PromptTokens | NoTokens:
+    """Ids for POST /v1/completions; of a batch, its first prompt. Raises Unrenderable."""
+    parsed, prompt = _completion_prompt(body)
+    options = ModelOptions() if isinstance(renderer, NoTokens) else renderer.options
+    cut = truncation(
+        parsed.truncate_prompt_tokens, parsed.truncation_side, output_tokens=parsed.max_tokens or 0, options=options
+    )
+    if isinstance(prompt, bytes):
+        return PromptTokens(packed=_truncate_ids(prompt, cut))
+    if isinstance(renderer, NoTokens):
+        return renderer
+    return PromptTokens(packed=renderer.text(prompt, add_special_tokens=parsed.add_special_tokens, cut=cut))

@@ -19,14 +19,9 @@ import msgspec
 from router.tokenize.chat import Unrenderable
 from router.tokenize.export import Exported
 from router.tokenize.load import LoadFailure, is_at_hand, load
-from router.tokenize.model import (
-    ModelOptions,
-    ModelRenderer,
-    completion_prompt,
-    truncate_ids,
-    truncation,
-)
+from router.tokenize.model import ModelOptions, ModelRenderer, completion
 from router.tokenize.port import NoTokens, PromptTokens
+from router.tokenize.template import TemplateRefusal
 
 log = logging.getLogger("warmroute.tokenize")
 
@@ -183,13 +178,9 @@ class TokenService:
         if len(body) > self.limits.body_max_bytes:
             return NoTokens("too_long", f"{len(body)} bytes")
         found = self._renderer(model)
-        options = self._models[self._names[model]].options if model in self._names else ModelOptions()
-        if endpoint == "/v1/completions":
-            work = functools.partial(_completion, found, options, body)
-        elif isinstance(found, NoTokens):
+        if endpoint == "/v1/chat/completions" and isinstance(found, NoTokens):
             return found
-        else:
-            work = functools.partial(found.chat, body)
+        work = functools.partial(render, found, endpoint, body)
         if len(body) <= self.limits.inline_max_bytes:
             return work()
         return await self._off_loop(work)
@@ -220,20 +211,13 @@ class TokenService:
             future.exception()  # looked at: a late failure has no reader left
 
 
-def _completion(renderer: ModelRenderer | NoTokens, options: ModelOptions, body: bytes) -> PromptTokens | NoTokens:
-    """Ids for POST /v1/completions; prompts given as ids need no tokenizer."""
+def render(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
+    """The ids of one request, in whatever thread this runs. Prompts given as ids need no tokenizer."""
     try:
-        parsed, prompt = completion_prompt(body)
-        cut = truncation(
-            parsed.truncate_prompt_tokens,
-            parsed.truncation_side,
-            output_tokens=parsed.max_tokens or 0,
-            options=options,
-        )
-        if isinstance(prompt, bytes):
-            return PromptTokens(packed=truncate_ids(prompt, cut))
-        if isinstance(renderer, NoTokens):
-            return renderer
-        return PromptTokens(packed=renderer.text(prompt, add_special_tokens=parsed.add_special_tokens, cut=cut))
+        if endpoint == "/v1/completions":
+            return completion(renderer, body)
+        return renderer if isinstance(renderer, NoTokens) else renderer.chat(body)
     except Unrenderable as exc:
         return NoTokens("unrenderable", str(exc))
+    except TemplateRefusal as exc:
+        return NoTokens("template_error", str(exc))
