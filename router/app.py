@@ -9,31 +9,37 @@ import asyncio
 import logging
 import secrets
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from indexer.app import Indexer
 from indexer.source import SourceSpec, rank_specs
-from router.admin import build_admin_app
+from router.admin import AdminPages, build_admin_app
 from router.core.types import WorkerAddress
-from router.fleet.discovery import start_discovery
+from router.door import ApiKeys, Lifecycle
 from router.fleet.fleet import Fleet, FleetTimes
 from router.fleet.state import FleetState, PodSpec
 from router.fleet.static import parse_specs
 from router.index.local import LocalView
 from router.index.memory import MemoryIndex
-from router.index.redis import RedisIndexReader
 from router.ops import Metrics, setup_logging
 from router.policy.baselines import POLICIES
+from router.proxy import front
 from router.proxy.handlers import build_app
 from router.proxy.limits import ProxyLimits
+from router.proxy.parse import explain_request
+from router.proxy.upstream import AiohttpUpstream
 from router.route import Conductor, RouteLimits
-from router.settings import CommonSettings, ServeSettings, SettingsError, pairs
-from router.tokenize.service import TokenService
+from router.settings import CommonSettings, IndexSettings, ServeSettings, SettingsError, pairs
+from router.tokenize.service import TokenLimits, TokenService
+
+if TYPE_CHECKING:
+    from router.index.redis import RedisIndexReader
 
 log = logging.getLogger("warmroute.app")
 
@@ -56,6 +62,7 @@ def build_fleet(settings: CommonSettings) -> Fleet:
             probe_timeout_s=settings.probe_timeout_s,
         ),
         default_block_size_tokens=settings.block_size,
+        ssl_context=pod_tls(settings),
     )
 
 
@@ -112,20 +119,14 @@ class Parts:
         # Memory mode: nobody else needs to know the seed. Shared index: everybody must use the same one.
         self.seed = settings.key_seed or ("" if settings.redis_url else secrets.token_hex(16))
         self.local = LocalView()
-        self.index: MemoryIndex | RedisIndexReader = (
-            RedisIndexReader(
-                settings.redis_url,
-                seed=self.seed,
-                deadline_s=settings.index_deadline_ms / 1000,
-                metrics=self.metrics,
-            )
-            if settings.redis_url
-            else MemoryIndex()
-        )
+        self.indexer: Indexer | None = None
+        self.index: MemoryIndex | RedisIndexReader
+        if settings.redis_url:
+            self.index = self._shared_index(settings.redis_url)
+        else:
+            self.index = MemoryIndex()
+            self.indexer = Indexer(self.index, seed=self.seed, metrics=self.metrics)
         self.index.listen(self.local)
-        self.indexer = (
-            Indexer(self.index, seed=self.seed, metrics=self.metrics) if isinstance(self.index, MemoryIndex) else None
-        )
         self.fleet.learn_block_sizes_from(lambda worker: self.index.block_sizes().get(worker))
         self.conductor = Conductor(
             fleet=self.fleet,
@@ -143,13 +144,19 @@ class Parts:
             ),
         )
 
+    def _shared_index(self, url: str) -> RedisIndexReader:
+        from router.index.redis import RedisIndexReader  # the client library only where there is a Redis
+
+        deadline_s = self.settings.index_deadline_ms / 1000
+        return RedisIndexReader(url, seed=self.seed, deadline_s=deadline_s, metrics=self.metrics)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Everything below HTTP, started in order and stopped in the reverse of it."""
         async with AsyncExitStack() as stack:
             await self.tokens.start()
             stack.push_async_callback(self.tokens.close)
-            if isinstance(self.index, RedisIndexReader):
+            if not isinstance(self.index, MemoryIndex):
                 await self.index.start()
                 stack.push_async_callback(self.index.close)
             if self.indexer is not None:
@@ -164,6 +171,13 @@ class Parts:
             stack.push_async_callback(self.fleet.close)
             await start_pods(self.fleet, self.settings, self.specs, stack, self.metrics)
             yield
+
+    def details(self) -> dict[str, Any]:
+        """What /ready and /debug/pods say beyond the pods themselves."""
+        return {
+            "tokenizers": self.tokens.status(),
+            "index": {**self.index.status(), "workers": self.indexer.status() if self.indexer else None},
+        }
 
     def _learn_tokenizers(self, state: FleetState) -> None:
         for pod in state.pods.values():
@@ -191,19 +205,56 @@ async def start_pods(
     stack.callback(task.cancel)
 
 
-async def listen(app: web.Application, host: str, port: int, what: str, **options: Any) -> tuple[web.AppRunner, int]:
-    """Serve `app`; the port that was got is logged. Raises SettingsError when the address cannot be had."""
-    runner = web.AppRunner(app, **options)
+def proxy_limits(settings: ServeSettings) -> ProxyLimits:
+    """The proxy's bounds; each is a setting of the same name."""
+    return ProxyLimits(**{name: getattr(settings, name) for name in ProxyLimits.__struct_fields__})
+
+
+async def open_admin(
+    pages: AdminPages, settings: ServeSettings | IndexSettings, keys: ApiKeys | None, stack: AsyncExitStack
+) -> int:
+    """Serve the admin port; returns the port that was got. Raises SettingsError when it cannot be had."""
+    runner = web.AppRunner(build_admin_app(pages, keys=keys), access_log=None, handle_signals=False)
     await runner.setup()
-    site = web.TCPSite(runner, host, port, backlog=4096)
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, settings.admin_host, settings.admin_port)
     try:
         await site.start()
     except OSError as exc:
-        await runner.cleanup()
-        raise SettingsError(f"cannot listen on {host}:{port} for {what}: {exc.strerror}; choose another port") from exc
-    got = int(runner.addresses[0][1])
-    log.info("listening", extra={"fields": {"what": what, "host": host, "port": got}})
-    return runner, got
+        raise cannot_listen("admin", settings.admin_host, settings.admin_port, exc) from exc
+    port = int(runner.addresses[0][1])
+    log.info("listening", extra={"fields": {"what": "admin", "host": settings.admin_host, "port": port}})
+    return port
+
+
+def cannot_listen(what: str, host: str, port: int, exc: OSError) -> SettingsError:
+    return SettingsError(
+        f"cannot listen on {host}:{port} for {what}: {exc.strerror or exc}; choose another --{what}-port"
+    )
+
+
+def server_tls(settings: ServeSettings) -> ssl.SSLContext | None:
+    """The client port's TLS. Raises SettingsError with the cure."""
+    if settings.tls_cert is None and settings.tls_key is None:
+        return None
+    if settings.tls_cert is None or settings.tls_key is None:
+        raise SettingsError("--tls-cert and --tls-key are given together or not at all")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (OSError, ssl.SSLError) as exc:
+        raise SettingsError(f"--tls-cert {settings.tls_cert} with --tls-key {settings.tls_key}: {exc}") from exc
+    return context
+
+
+def pod_tls(settings: CommonSettings) -> ssl.SSLContext | None:
+    """Trust for https pods beyond the system's own. Raises SettingsError with the cure."""
+    if settings.pod_ca is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=str(settings.pod_ca))
+    except (OSError, ssl.SSLError) as exc:
+        raise SettingsError(f"--pod-ca {settings.pod_ca} cannot be used: {exc}") from exc
 
 
 def stop_signals() -> asyncio.Event:
@@ -231,3 +282,44 @@ def run_on_uvloop(main: Callable[[], Any]) -> int:
         sys.stderr.write(f"warmroute: {exc}\n")
         return 2
     return 0
+
+
+async def _serve(settings: ServeSettings) -> None:
+    parts = Parts(settings)
+    limits, lifecycle, keys = proxy_limits(settings), Lifecycle(), ApiKeys(settings.api_key)
+    pages = AdminPages(
+        metrics=parts.metrics,
+        fleet=parts.fleet,
+        lifecycle=lifecycle,
+        conductor=parts.conductor,
+        read_request=explain_request,
+        details=parts.details,
+    )
+    stop = stop_signals()
+    async with AsyncExitStack() as stack:
+        upstream = AiohttpUpstream(limits, parts.metrics, ssl_context=pod_tls(settings))
+        stack.push_async_callback(upstream.close)
+        app = build_app(
+            parts.conductor, parts.fleet, upstream, limits, parts.metrics, pages=pages, keys=keys, lifecycle=lifecycle
+        )
+        stack.push_async_callback(app.close)
+        await stack.enter_async_context(parts.running())
+        await open_admin(pages, settings, keys, stack)
+        try:
+            listener = await front.listen(
+                app.front, host=settings.host, port=settings.port, ssl_context=server_tls(settings)
+            )
+        except OSError as exc:
+            raise cannot_listen("client", settings.host, settings.port, exc) from exc
+        log.info("listening", extra={"fields": {"what": "client", "host": settings.host, "port": listener.port}})
+        lifecycle.phase = "serving"
+        await stop.wait()
+        lifecycle.phase = "draining"
+        log.info("draining", extra={"fields": {"limit_s": settings.drain_s, "inflight": app.proxy.inflight}})
+        await listener.close(grace_s=settings.drain_s)
+
+
+def serve(settings: ServeSettings) -> int:
+    """`warmroute serve`; returns the exit status."""
+    setup_logging(level=settings.log_level, form=settings.log_format)
+    return run_on_uvloop(lambda: _serve(settings))

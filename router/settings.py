@@ -98,6 +98,7 @@ class CommonSettings(_Base):
     replay_port: int | None = Field(
         None, gt=0, lt=65536, description="the pods' KV event replay port (ZMQ ROUTER), rank 0"
     )
+    pod_ca: Path | None = Field(None, description="CA bundle (PEM) that signs the certificates of https pods")
     scrape_interval_s: float = Field(1.0, gt=0, description="how often a pod's /metrics are read")
     scrape_timeout_s: float = Field(
         5.0, gt=0, description="limit of one read; a slow one never takes a pod out of rotation"
@@ -149,7 +150,6 @@ class ServeSettings(CommonSettings):
     )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM) of the client port; with --tls-key")
     tls_key: Path | None = Field(None, description="private key (PEM) of the client port")
-    pod_ca: Path | None = Field(None, description="CA bundle (PEM) that signs the certificates of https pods")
 
     # what clients may send
     request_max_bytes: int = Field(
