@@ -77,6 +77,7 @@ class StepResult(msgspec.Struct, gc=False):
     ends_s: float
     prefill_tokens: int
     decode_sequences: int
+    prefills: int  # sequences that computed a part of their prompt
     first: list[FirstToken]
     finished: list[str | int]
     preempted: list[str | int]
@@ -236,12 +237,12 @@ class Engine:
         if not self._running and not self._waiting:
             return None
         p = self.profile
-        result = StepResult(now_s, now_s, 0, 0, [], [], [], [])
+        result = StepResult(now_s, now_s, 0, 0, 0, [], [], [], [])
         self._decode_blocks(result)
         decoding = result.decode_sequences = self._decoding
         kv_tokens = self._decode_kv_tokens
         prefill_s, completed = self._prefill(p.max_num_batched_tokens - decoding, result)
-        sequences = len(self._running)
+        sequences = decoding + result.prefills
         self._advance(completed, result)
         duration_s = p.t0_s + prefill_s + kv_tokens * p.c_kv_s + sequences * p.c_seq_s
         if p.jitter_ratio:
@@ -275,7 +276,7 @@ class Engine:
         seconds = 0.0
         completed: list[_Sequence] = []
         seq = self._partial
-        if seq is not None:
+        if seq is not None and budget > 0:
             bs = self.profile.block_size_tokens
             chunk = min(seq.tokens - seq.computed, budget)
             need = -(-(seq.computed + chunk) // bs) - len(seq.blocks)
@@ -330,6 +331,7 @@ class Engine:
         middle = seq.computed + chunk / 2
         seq.computed += chunk
         result.prefill_tokens += chunk
+        result.prefills += 1
         self._store(seq, seq.computed // p.block_size_tokens)
         if seq.computed == seq.tokens:
             completed.append(seq)
