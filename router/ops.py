@@ -58,6 +58,11 @@ class Metrics:
         self.discovery_synced = self.gauge("discovery_synced_seconds", "when pods were last listed (Unix time)", "kind")
         self.discovery_restarts = self.counter("discovery_restarts", "discovery loops begun anew", "kind", "reason")
 
+        # -- the index ----------------------------------------------------------------------------------------------
+        self.kv_sources = self.gauge("kv_sources", "workers whose KV events are followed, by state", "state")
+        self.kv_blocks = self.gauge("kv_blocks", "blocks that the followed workers hold, by tier", "tier")
+        self.kv_events = self.counter("kv_events", "what happened while following KV events", "what")
+
     def counter(self, name: str, help_text: str, *labels: str) -> Counter:
         """A new counter `warmroute_<name>_total`."""
         return Counter(f"warmroute_{name}", help_text, labels, registry=self.registry)

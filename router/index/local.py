@@ -1,0 +1,144 @@
+"""What this router routed lately, and the hot heads of chains it looked up lately.
+
+LocalView bridges the time until a worker's events arrive (bursts of siblings), serves pods without events, and is all
+there is while the index is away. A removal that the worker reports takes the memory away at once.
+May import: the standard library, router.core.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from router.core.types import BlockKey, Clock, WorkerAddress
+
+_SAMPLE_MAX = 2048
+
+
+class LocalView:
+    """Chains of keys per worker, each with an end. Bounded by `max_blocks` over all workers."""
+
+    def __init__(
+        self,
+        *,
+        ttl_s: float = 10.0,
+        max_blocks: int = 400_000,
+        window_s: float = 180.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._ttl_s, self._max_blocks, self._window_s, self._clock = ttl_s, max_blocks, window_s, clock
+        self._ends: dict[WorkerAddress, dict[BlockKey, float]] = {}  # key -> when it stops counting
+        self._prune_at: dict[WorkerAddress, int] = {}
+        self._sets: dict[WorkerAddress, _WorkingSet] = {}
+
+    def note(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float | None = None) -> None:
+        """This chain, from its block 0, was just sent there. The last word counts: a shorter ttl shortens."""
+        now_s = self._clock()
+        ends = self._ends.setdefault(address, {})
+        ends.update(dict.fromkeys(keys, now_s + (self._ttl_s if ttl_s is None else ttl_s)))
+        if len(ends) > self._prune_at.get(address, 8192):
+            self._prune(address, now_s)
+        self._sets.setdefault(address, _WorkingSet(self._window_s)).add(keys, now_s)
+
+    def holders(self, keys: Sequence[BlockKey]) -> dict[WorkerAddress, int]:
+        """Depth in blocks per worker, without holes; workers with nothing are absent."""
+        if not keys:
+            return {}
+        now_s, first = self._clock(), keys[0]
+        return {a: _depth(ends, keys, now_s) for a, ends in self._ends.items() if ends.get(first, now_s) > now_s}
+
+    def depth(self, address: WorkerAddress, keys: Sequence[BlockKey]) -> int:
+        """The same for one worker."""
+        ends = self._ends.get(address)
+        return _depth(ends, keys, self._clock()) if ends else 0
+
+    def forget(self, address: WorkerAddress, keys: Iterable[BlockKey] | None = None) -> None:
+        """These blocks are not there (any longer); None: nothing is."""
+        if keys is None:
+            self._ends.pop(address, None)
+            self._prune_at.pop(address, None)
+            self._sets.pop(address, None)
+            return
+        ends = self._ends.get(address)
+        if ends:
+            for key in keys:
+                ends.pop(key, None)
+
+    def removed(self, address: WorkerAddress, keys: Sequence[BlockKey]) -> None:
+        """See RemovalListener."""
+        self.forget(address, keys)
+
+    def cleared(self, address: WorkerAddress) -> None:
+        """See RemovalListener."""
+        self.forget(address)
+
+    def working_set_blocks(self, address: WorkerAddress) -> int:
+        """Distinct blocks noted there within the window; exact up to 2048, then within a few percent."""
+        sample = self._sets.get(address)
+        return sample.estimate(self._clock()) if sample else 0
+
+    @property
+    def blocks(self) -> int:
+        """Entries kept, ended ones that are not pruned yet included."""
+        return sum(map(len, self._ends.values()))
+
+    def _prune(self, address: WorkerAddress, now_s: float) -> None:
+        ends = self._ends[address] = {k: end for k, end in self._ends[address].items() if end > now_s}
+        while self.blocks > self._max_blocks:
+            biggest = max(self._ends, key=lambda a: len(self._ends[a]))
+            there = self._ends[biggest]
+            self._ends[biggest] = dict(islice(there.items(), len(there) // 2 + 1, None))  # the older half goes
+        ends = self._ends[address]
+        self._prune_at[address] = max(8192, 2 * len(ends))
+
+
+def _depth(ends: dict[BlockKey, float], keys: Sequence[BlockKey], now_s: float) -> int:
+    """Gallop to a bound, then look at every block below it: the cost follows this worker's depth, not the prompt's."""
+    get = ends.get
+    bound = 1
+    while bound < len(keys) and get(keys[bound - 1], 0.0) > now_s:
+        bound *= 2
+    found = [get(k, 0.0) for k in keys[:bound]]
+    if min(found) > now_s:
+        return len(found)
+    return next(i for i, end in enumerate(found) if end <= now_s)
+
+
+class _WorkingSet:
+    """Distinct keys within a window. Keys are uniform, so those below a threshold are a fair sample of all."""
+
+    __slots__ = ("_seen", "_share_log2", "_threshold", "_window_s")
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._seen: dict[BlockKey, float] = {}  # ordered by the last time
+        self._share_log2 = 0
+        self._threshold = b""  # b"": every key is in the sample
+
+    def add(self, keys: Sequence[BlockKey], now_s: float) -> None:
+        seen, threshold = self._seen, self._threshold
+        for key in [k for k in keys if k < threshold] if threshold else keys:
+            seen.pop(key, None)
+            seen[key] = now_s
+        if len(seen) > _SAMPLE_MAX:
+            self._age(now_s)
+            while len(self._seen) > _SAMPLE_MAX:
+                self._share_log2 += 1
+                self._threshold = (1 << (64 - self._share_log2)).to_bytes(8, "big")
+                self._seen = {k: at for k, at in self._seen.items() if k < self._threshold}
+
+    def estimate(self, now_s: float) -> int:
+        self._age(now_s)
+        return len(self._seen) << self._share_log2
+
+    def _age(self, now_s: float) -> None:
+        oldest = now_s - self._window_s
+        gone = []
+        for key, at in self._seen.items():
+            if at >= oldest:
+                break
+            gone.append(key)
+        for key in gone:
+            del self._seen[key]
+        if self._share_log2 and len(self._seen) < 64:  # quiet again: sample more of what comes
+            self._share_log2 -= 1
+            self._threshold = (1 << (64 - self._share_log2)).to_bytes(8, "big") if self._share_log2 else b""
