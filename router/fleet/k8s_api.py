@@ -138,16 +138,16 @@ class KubeApi:
             more = page.metadata.continue_ or None
 
     async def watch(
-        self, path: str, query: Mapping[str, str], version: str | None, life_s: int
+        self, path: str, query: Mapping[str, str], version: str | None, *, life_s: int, limit_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """Lines of a watch from `version` on; ends at the server's wish, after `life_s` + 5 s in any case.
+        """Lines of a watch from `version` on; the server ends it after `life_s`, we after `limit_s` in any case.
 
         Raises as `get` does; TimeoutError when the server has not ended it in time, so was perhaps gone for long.
         """
         params = [*query.items(), ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(life_s))]
         if version:
             params.append(("resourceVersion", version))
-        async with await self._open(path, params, life_s + 5.0, None) as response:
+        async with await self._open(path, params, limit_s, None) as response:
             async for line in response.content:
                 if line.strip():
                     yield line

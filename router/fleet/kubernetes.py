@@ -43,7 +43,8 @@ Object = TypeVar("Object", bound=KubeObject)
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How long a watch lives and how soon a failure is tried again. Each loop takes a random share of each."""
 
-    watch_life_s: int = 60  # with 5 s of grace also the limit for a silent watch and for a used-up token
+    watch_life_s: int = 60  # with the grace also the limit for a silent watch and for a used-up token
+    watch_grace_s: float = 5.0  # what the server may take to end it
     retry_first_s: float = 0.5
     retry_most_s: float = 8.0  # low, since a list of one namespace is cheap, and a fleet must come back in 10 s
     proven_s: float = 1.0  # a watch that lived this long owes no back-off
@@ -131,7 +132,8 @@ class Reflector(Generic[Object]):
         self._heard()
         self._listed_at_s = self._clock()
         self._changed()
-        watch = self._api.watch(query.path, labels, version, self._pace.life_s(self._chance))
+        life_s = self._pace.life_s(self._chance)
+        watch = self._api.watch(query.path, labels, version, life_s=life_s, limit_s=life_s + self._pace.watch_grace_s)
         async with contextlib.aclosing(watch) as lines:
             try:
                 async for line in lines:
