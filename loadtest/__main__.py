@@ -1,0 +1,18 @@
+"""`python -m loadtest`, `warmroute loadtest` and `warmroute demo`.
+
+May import: loadtest.cli.
+"""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand: run, compare, simulate, fleet, calibrate, report or demo. Returns the exit status."""
+    from loadtest.cli import main as cli_main
+
+    return cli_main(list(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
