@@ -176,6 +176,9 @@ class Indexer:
         while True:
             try:
                 more = await self._writer.maintain()
+                for address in self._writer.lost():
+                    if address in self._consumers:
+                        self._consumers[address].store_lost()
             except IndexUnavailable:
                 more = False
             self._observe()

@@ -88,6 +88,12 @@ class Consumer:
         self._put([*self.ledger.clear()])
         self.source.reconnect()
 
+    def store_lost(self) -> None:
+        """The store forgot this worker: write everything again."""
+        self._renew = True
+        self._forget_pending()
+        self._wake.set()
+
     # -- learning ---------------------------------------------------------------------------------------------
 
     async def _learn(self) -> None:

@@ -59,6 +59,7 @@ class Metrics:
         self.discovery_restarts = self.counter("discovery_restarts", "discovery loops begun anew", "kind", "reason")
 
         # -- the index ----------------------------------------------------------------------------------------------
+        self.index_up = self.gauge("index_up", "1 while the shared index answers in time, 0 while the breaker is open")
         self.kv_sources = self.gauge("kv_sources", "workers whose KV events are followed, by state", "state")
         self.kv_blocks = self.gauge("kv_blocks", "blocks that the followed workers hold, by tier", "tier")
         self.kv_events = self.counter("kv_events", "what happened while following KV events", "what")

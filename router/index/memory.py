@@ -124,6 +124,10 @@ class MemoryIndex:
             self._sweeping_mask = 0  # nobody has these bits any longer: the slots are free
         return bool(self._sweeping_mask or self._retired_mask)
 
+    def lost(self) -> frozenset[WorkerAddress]:
+        """Memory loses nothing."""
+        return frozenset()
+
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _new_slot(self, worker: WorkerId) -> None:

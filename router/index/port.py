@@ -3,7 +3,7 @@
 One suite (tests/ports/test_index.py) runs over both. May import: router.core.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal, Protocol
 
 import msgspec
@@ -91,6 +91,10 @@ class IndexWriter(Protocol):
 
     async def maintain(self) -> bool:
         """A bounded piece of housekeeping (sweeping). True while there is more to do."""
+        ...
+
+    def lost(self) -> Set[WorkerAddress]:
+        """Workers whose life the store forgot, or whom another owner has, since this was last asked."""
         ...
 
 

@@ -1,0 +1,129 @@
+"""Connections to Redis with bounds: every call has a deadline, none can read another's reply, waits are bounded.
+
+Commands are packed by hiredis (four times faster than redis-py's own packing). A call that does not end well, by
+deadline, cancellation or error, closes its connection, so an unread reply can never be taken for the next one.
+May import: redis, hiredis, router.core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import hiredis
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from router.core.types import IndexUnavailable
+
+Command = tuple[bytes | str | int, ...]
+
+
+class Link:
+    """At most `max_connections` to one Redis."""
+
+    def __init__(self, url: str, *, max_connections: int, connect_s: float = 2.0) -> None:
+        self._pool = ConnectionPool.from_url(
+            url,
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=None,
+            socket_connect_timeout=connect_s,
+            retry=Retry(NoBackoff(), 0),
+            client_name="warmroute",
+        )
+        self._room = asyncio.Semaphore(max_connections)
+        self._idle: list[AbstractConnection] = []
+        self._open: set[AbstractConnection] = set()
+
+    async def call(self, *commands: Command, deadline_s: float) -> list[Any]:
+        """The replies, in order. Raises IndexUnavailable; a script that is not there raises NoScriptError."""
+        packed = b"".join([hiredis.pack_command(c) for c in commands])
+        waiting = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                async with self._room:
+                    waiting = False
+                    return await self._on_a_connection(packed, len(commands))
+        except TimeoutError:
+            raise IndexUnavailable("busy" if waiting else "deadline") from None
+
+    async def _on_a_connection(self, packed: bytes, replies: int) -> list[Any]:
+        while True:
+            reused = bool(self._idle)
+            conn = self._idle.pop() if reused else self._new()
+            self._open.add(conn)
+            well = False
+            try:
+                if not reused:
+                    await conn.connect()  # type: ignore[no-untyped-call]
+                await conn.send_packed_command(packed, check_health=False)
+                got = [await conn.read_response() for _ in range(replies)]
+                well = True
+                return got
+            except NoScriptError:
+                well = replies == 1
+                raise
+            except (RedisConnectionError, OSError) as exc:
+                if not reused:
+                    raise IndexUnavailable("connection") from exc
+                # closed while idle: once more on another; everything here may be told twice
+            except (ResponseError, RedisError) as exc:  # READONLY, LOADING, OOM, MOVED, NOAUTH, a broken reply, ...
+                raise IndexUnavailable("reply") from exc
+            finally:
+                if well:
+                    self._idle.append(conn)
+                else:
+                    await self._close(conn)
+
+    async def run(
+        self, script: Script, keys: Sequence[bytes], args: Sequence[bytes | str | int], deadline_s: float
+    ) -> Any:
+        """One script by its digest; loaded where it is not known yet."""
+        try:
+            return (await self.call(("EVALSHA", script.sha, len(keys), *keys, *args), deadline_s=deadline_s))[0]
+        except NoScriptError:
+            return (await self.call(("EVAL", script.text, len(keys), *keys, *args), deadline_s=deadline_s))[0]
+
+    async def connection(self) -> AbstractConnection:
+        """One of its own, for a subscription. The caller gives it to `drop`."""
+        conn = self._new()
+        self._open.add(conn)
+        try:
+            await conn.connect()  # type: ignore[no-untyped-call]
+        except BaseException:
+            await self._close(conn)
+            raise
+        return conn
+
+    async def drop(self, conn: AbstractConnection) -> None:
+        """Close a connection."""
+        await self._close(conn)
+
+    async def close(self) -> None:
+        """Close all."""
+        self._idle.clear()
+        for conn in list(self._open):
+            await self._close(conn)
+
+    def _new(self) -> AbstractConnection:
+        conn: AbstractConnection = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        return conn
+
+    async def _close(self, conn: AbstractConnection) -> None:
+        self._open.discard(conn)
+        await conn.disconnect(nowait=True)
+
+
+class Script:
+    """A Lua script and its digest."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text.strip()
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
