@@ -5,102 +5,38 @@ May import everything below it, and indexer (one process can be both).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
-import signal
 import ssl
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
 from indexer.app import Indexer
-from indexer.source import SourceSpec, rank_specs
-from router.admin import AdminPages, build_admin_app
+from indexer.follow import follow
+from router.admin import AdminPages
 from router.core.types import WorkerAddress
 from router.door import ApiKeys, Lifecycle
-from router.fleet.fleet import Fleet, FleetTimes
-from router.fleet.state import FleetState, PodSpec
-from router.fleet.static import parse_specs
+from router.fleet.build import build_fleet, count_pods, fleet_specs, pod_tls, start_pods
+from router.fleet.state import FleetState
 from router.index.local import LocalView
 from router.index.memory import MemoryIndex
 from router.ops import Metrics, setup_logging
 from router.policy.baselines import POLICIES
+from router.process import cannot_listen, open_admin, run_on_uvloop, stop_signals
 from router.proxy import front
 from router.proxy.handlers import build_app
 from router.proxy.limits import ProxyLimits
 from router.proxy.parse import explain_request
 from router.proxy.upstream import AiohttpUpstream
 from router.route import Conductor, RouteLimits
-from router.settings import CommonSettings, IndexSettings, ServeSettings, SettingsError, pairs
+from router.settings import ServeSettings, SettingsError, pairs
 from router.tokenize.service import TokenLimits, TokenService
 
 if TYPE_CHECKING:
     from router.index.redis import RedisIndexReader
 
 log = logging.getLogger("warmroute.app")
-
-
-def fleet_specs(settings: CommonSettings) -> list[PodSpec]:
-    """The pods of --pod. Raises SettingsError with the cure."""
-    try:
-        return parse_specs(settings.pod)
-    except ValueError as exc:
-        raise SettingsError(str(exc)) from exc
-
-
-def build_fleet(settings: CommonSettings) -> Fleet:
-    """A fleet that is not started yet."""
-    return Fleet(
-        times=FleetTimes(
-            scrape_interval_s=settings.scrape_interval_s,
-            scrape_timeout_s=settings.scrape_timeout_s,
-            scrape_stale_after_s=settings.scrape_stale_after_s,
-            probe_timeout_s=settings.probe_timeout_s,
-        ),
-        default_block_size_tokens=settings.block_size,
-        ssl_context=pod_tls(settings),
-    )
-
-
-def source_specs(state: FleetState) -> list[SourceSpec]:
-    """Which event sources to subscribe to: every rank of every pod whose events and base model are known."""
-    return [
-        spec
-        for pod in state.pods.values()
-        if pod.events is not None and (model := pod.base_model(None)) is not None
-        for spec in rank_specs(pod.spec.identity, model, pod.events, pod.replay, pod.ranks)
-    ]
-
-
-def follow(fleet: Fleet, indexer: Indexer, metrics: Metrics) -> None:
-    """Keep the indexer's subscriptions and the pod gauges in step with the fleet."""
-    known: list[Sequence[SourceSpec]] = [()]
-
-    def changed(state: FleetState) -> None:
-        specs = source_specs(state)
-        if specs != known[0]:
-            known[0] = specs
-            indexer.set_pods(specs)
-
-    fleet.on_change(changed)
-    fleet.on_restart(indexer.restarted)
-    count_pods(fleet, metrics)
-
-
-def count_pods(fleet: Fleet, metrics: Metrics) -> None:
-    """The ready-pod count is always there, 0 included (H73)."""
-
-    def changed(state: FleetState) -> None:
-        ready = sum(p.serving for p in state.pods.values())
-        metrics.pods.labels(state="ready").set(ready)
-        metrics.pods.labels(state="not_ready").set(len(state.pods) - ready)
-
-    fleet.on_change(changed)
-    changed(fleet.state)
 
 
 class Parts:
@@ -162,9 +98,8 @@ class Parts:
             if self.indexer is not None:
                 await self.indexer.start()
                 stack.push_async_callback(self.indexer.close)
-                follow(self.fleet, self.indexer, self.metrics)
-            else:
-                count_pods(self.fleet, self.metrics)
+                follow(self.fleet, self.indexer)
+            count_pods(self.fleet, self.metrics)
             self.fleet.on_change(self._learn_tokenizers)
             self.fleet.on_restart(self._forget)
             await self.fleet.start()
@@ -191,46 +126,9 @@ class Parts:
             self.local.forget(worker)
 
 
-async def start_pods(
-    fleet: Fleet, settings: CommonSettings, specs: Sequence[PodSpec], stack: AsyncExitStack, metrics: Metrics
-) -> None:
-    """Pods from the settings at once, or from a discovery that runs until the stack is closed."""
-    if settings.discovery == "static":
-        fleet.set_pods(specs)
-        return
-    from router.fleet.discover import build_discovery  # kubernetes is imported only where it is asked for
-
-    discovery = build_discovery(settings, fleet.set_pods, metrics)
-    task = asyncio.create_task(discovery.run(), name="discovery")
-    stack.callback(task.cancel)
-
-
 def proxy_limits(settings: ServeSettings) -> ProxyLimits:
     """The proxy's bounds; each is a setting of the same name."""
     return ProxyLimits(**{name: getattr(settings, name) for name in ProxyLimits.__struct_fields__})
-
-
-async def open_admin(
-    pages: AdminPages, settings: ServeSettings | IndexSettings, keys: ApiKeys | None, stack: AsyncExitStack
-) -> int:
-    """Serve the admin port; returns the port that was got. Raises SettingsError when it cannot be had."""
-    runner = web.AppRunner(build_admin_app(pages, keys=keys), access_log=None, handle_signals=False)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, settings.admin_host, settings.admin_port)
-    try:
-        await site.start()
-    except OSError as exc:
-        raise cannot_listen("admin", settings.admin_host, settings.admin_port, exc) from exc
-    port = int(runner.addresses[0][1])
-    log.info("listening", extra={"fields": {"what": "admin", "host": settings.admin_host, "port": port}})
-    return port
-
-
-def cannot_listen(what: str, host: str, port: int, exc: OSError) -> SettingsError:
-    return SettingsError(
-        f"cannot listen on {host}:{port} for {what}: {exc.strerror or exc}; choose another --{what}-port"
-    )
 
 
 def server_tls(settings: ServeSettings) -> ssl.SSLContext | None:
@@ -245,43 +143,6 @@ def server_tls(settings: ServeSettings) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as exc:
         raise SettingsError(f"--tls-cert {settings.tls_cert} with --tls-key {settings.tls_key}: {exc}") from exc
     return context
-
-
-def pod_tls(settings: CommonSettings) -> ssl.SSLContext | None:
-    """Trust for https pods beyond the system's own. Raises SettingsError with the cure."""
-    if settings.pod_ca is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=str(settings.pod_ca))
-    except (OSError, ssl.SSLError) as exc:
-        raise SettingsError(f"--pod-ca {settings.pod_ca} cannot be used: {exc}") from exc
-
-
-def stop_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            sys.exit(130)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop
-
-
-def run_on_uvloop(main: Callable[[], Any]) -> int:
-    """Run a coroutine function to its end; a SettingsError becomes exit status 2 with its cure."""
-    import uvloop
-
-    try:
-        uvloop.run(main())
-    except SettingsError as exc:
-        sys.stderr.write(f"warmroute: {exc}\n")
-        return 2
-    return 0
 
 
 async def _serve(settings: ServeSettings) -> None:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from router.app import serve
 
             return serve(read(ServeSettings, flags))
-        from indexer.app import serve_index
+        from indexer.serve import serve_index
 
         return serve_index(read(IndexSettings, flags))
     except SettingsError as exc:

@@ -1,0 +1,72 @@
+"""What every long-running command of ours does: stop on signals, run on uvloop, open an admin port.
+
+May import: aiohttp.web, router.admin, router.door, router.settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from aiohttp import web
+
+from router.admin import AdminPages, build_admin_app
+from router.door import ApiKeys
+from router.settings import IndexSettings, ServeSettings, SettingsError
+
+log = logging.getLogger("warmroute.process")
+
+
+async def open_admin(
+    pages: AdminPages, settings: ServeSettings | IndexSettings, keys: ApiKeys | None, stack: AsyncExitStack
+) -> int:
+    """Serve the admin port; returns the port that was got. Raises SettingsError when it cannot be had."""
+    runner = web.AppRunner(build_admin_app(pages, keys=keys), access_log=None, handle_signals=False)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, settings.admin_host, settings.admin_port)
+    try:
+        await site.start()
+    except OSError as exc:
+        raise cannot_listen("admin", settings.admin_host, settings.admin_port, exc) from exc
+    port = int(runner.addresses[0][1])
+    log.info("listening", extra={"fields": {"what": "admin", "host": settings.admin_host, "port": port}})
+    return port
+
+
+def cannot_listen(what: str, host: str, port: int, exc: OSError) -> SettingsError:
+    return SettingsError(
+        f"cannot listen on {host}:{port} for {what}: {exc.strerror or exc}; choose another --{what}-port"
+    )
+
+
+def stop_signals() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            sys.exit(130)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+def run_on_uvloop(main: Callable[[], Any]) -> int:
+    """Run a coroutine function to its end; a SettingsError becomes exit status 2 with its cure."""
+    import uvloop
+
+    try:
+        uvloop.run(main())
+    except SettingsError as exc:
+        sys.stderr.write(f"warmroute: {exc}\n")
+        return 2
+    return 0
