@@ -157,7 +157,7 @@ class RedisIndexReader:
             alive &= bitmap
         prefix = self._prefixes.get(tier, b"none")
         limit = len(column) + (len(keys) if whole else _FIRST_STEP_BLOCKS)
-        while len(column) < len(keys) and (alive or whole):
+        while len(column) < len(keys) and (alive or whole or not column):  # asked once at least: is the registry old?
             some = keys[len(column) : limit]
             reply = await self._mget([prefix + k for k in some], ends_s)
             if reply[0] != registry.version:

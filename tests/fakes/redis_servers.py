@@ -41,8 +41,8 @@ class Server:
     def start(self) -> None:
         self._process = subprocess.Popen(
             [
-                binary(self.engine), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no",
-                "--maxmemory", "256mb", "--dir", str(self._folder), "--daemonize", "no",
+                binary(self.engine), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly",
+                "no", "--maxmemory", "256mb", "--dir", str(self._folder), "--daemonize", "no",
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
