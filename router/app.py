@@ -25,10 +25,11 @@ from router.ops import Metrics, setup_logging
 from router.policy.baselines import POLICIES
 from router.process import cannot_listen, open_admin, run_on_uvloop, stop_signals
 from router.proxy import front
+from router.proxy.drain import drain
 from router.proxy.handlers import build_app
 from router.proxy.limits import ProxyLimits
 from router.proxy.parse import explain_request
-from router.proxy.upstream import AiohttpUpstream
+from router.proxy.pool import Pool
 from router.route import Conductor, RouteLimits
 from router.settings import ServeSettings, SettingsError, pairs
 from router.tokenize.service import TokenLimits, TokenService
@@ -158,7 +159,7 @@ async def _serve(settings: ServeSettings) -> None:
     )
     stop = stop_signals()
     async with AsyncExitStack() as stack:
-        upstream = AiohttpUpstream(limits, parts.metrics, ssl_context=pod_tls(settings))
+        upstream = Pool(limits, parts.metrics, ssl_context=pod_tls(settings))
         stack.push_async_callback(upstream.close)
         app = build_app(
             parts.conductor, parts.fleet, upstream, limits, parts.metrics, pages=pages, keys=keys, lifecycle=lifecycle
@@ -175,9 +176,7 @@ async def _serve(settings: ServeSettings) -> None:
         log.info("listening", extra={"fields": {"what": "client", "host": settings.host, "port": listener.port}})
         lifecycle.phase = "serving"
         await stop.wait()
-        lifecycle.phase = "draining"
-        log.info("draining", extra={"fields": {"limit_s": settings.drain_s, "inflight": app.proxy.inflight}})
-        await listener.close(grace_s=settings.drain_s)
+        await drain(app, listener, lifecycle, delay_s=settings.drain_delay_s, grace_s=settings.drain_s)
 
 
 def serve(settings: ServeSettings) -> int:

@@ -44,6 +44,7 @@ class Metrics:
         self.pod_failures = self.counter("pod_failures", "what went wrong on pods, by kind", "kind")
         self.broken_streams = self.counter("broken_streams", "replies that broke after their head was sent", "reason")
         self.upstream_connections = self.counter("upstream_connections", "connections to pods used by requests", "kind")
+        self.pod_connections = self.gauge("pod_connections", "open connections to pods, idle ones included")
         self.client_connections = self.gauge("client_connections", "open connections of clients")
         self.connections_refused = self.counter("connections_refused", "client connections closed at once", "reason")
 

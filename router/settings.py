@@ -107,6 +107,7 @@ class CommonSettings(_Base):
         10.0, gt=0, description="older figures are unknown: own bookings alone count then"
     )
     probe_timeout_s: float = Field(5.0, gt=0, description="limit of one /health or /v1/models probe")
+    pod_api_key: str | None = Field(None, description="the pods' own --api-key, sent to them as a bearer token")
 
     @field_validator("redis_url")
     @classmethod
@@ -144,6 +145,9 @@ class ServeSettings(CommonSettings):
         2.0, gt=0, description="limit of tokenizing one prompt; after it the approximate chain decides"
     )
     drain_s: float = Field(30.0, ge=0, description="after SIGTERM: how long streams may still run")
+    drain_delay_s: float = Field(
+        1.0, ge=0, description="after SIGTERM: how long the port stays open at least, for load balancers to see /ready"
+    )
     api_key: Many = Field(
         default_factory=list,
         description="key that clients must send as a bearer token; repeatable; unset: no key is asked",

@@ -36,6 +36,7 @@ def build_fleet(settings: CommonSettings) -> Fleet:
         ),
         default_block_size_tokens=settings.block_size,
         ssl_context=pod_tls(settings),
+        headers={"Authorization": f"Bearer {settings.pod_api_key}"} if settings.pod_api_key else None,
     )
 
 

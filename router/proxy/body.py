@@ -29,13 +29,14 @@ class BodyLedger:
 
 
 class HeldBody:
-    """A context manager."""
+    """One request's body for as long as it may have to be sent again. A context manager."""
 
-    __slots__ = ("_bytes", "_ledger")
+    __slots__ = ("_bytes", "_ledger", "body")
 
     def __init__(self, ledger: BodyLedger) -> None:
         self._ledger = ledger
         self._bytes = 0
+        self.body: bytes | None = None
 
     def add(self, size_bytes: int) -> bool:
         """Count more bytes; False when all bodies together are too many."""
@@ -49,8 +50,13 @@ class HeldBody:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the body. Idempotent."""
         self._ledger.held_bytes -= self._bytes
         self._bytes = 0
+        self.body = None
 
 
 async def read_body(request: web.BaseRequest, limits: ProxyLimits, held: HeldBody) -> bytes | None:

@@ -21,6 +21,7 @@ from router.fleet.state import Pod
 from router.ops import Metrics
 from router.policy.pick import Refused
 from router.policy.retry import Again, Attempts, FailureKind, RetryBudget, may_retry
+from router.proxy.body import HeldBody
 from router.proxy.errors import HttpError, stream_error_event
 from router.proxy.front import RelayResponse
 from router.proxy.headers import RawHeaders, header_safe, is_event_stream, to_client, to_pod, value_of
@@ -36,6 +37,7 @@ log = logging.getLogger("router.proxy")
 KEPT_BODY_BYTES = 65536  # of an answer that may be given up for another pod's
 KEPT_BODY_LIMIT_S = 5.0
 SHUTDOWN_WORDS = b"cannot schedule new futures after shutdown"
+WALK_MAX_WORKERS = 64  # asked in turn for a stored response whose home is not known
 SNIFF_BYTES = 8192  # of a reply's beginning, where a stored response's id stands
 CLIENT_GONE = 499
 
@@ -75,16 +77,17 @@ class Parts(msgspec.Struct, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One client's request as it was received."""
+    """One client's request as it was received, its body apart."""
 
     endpoint: str
     target: str  # path and query as received
     headers: RawHeaders
-    body: bytes | None
     request_id: bytes
-    authorization: bool
+    authorization: bool  # the client's own may go on
+    pod_key: bytes | None = None  # sent as Authorization instead
     only: frozenset[WorkerAddress] | None = None  # the workers that may get it (a stored response's home)
     walk: bool = False  # nobody knows which pod holds it: a 404 means "ask the next"
+    stream: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -107,10 +110,20 @@ class Kept(msgspec.Struct, frozen=True):
 class Exchange:
     """The life of one request after it was read and understood."""
 
-    def __init__(self, parts: Parts, request: web.BaseRequest, asked: Asked, record: Record) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        request: web.BaseRequest,
+        asked: Asked,
+        prepared: Prepared,
+        held: HeldBody,
+        record: Record,
+    ) -> None:
         self._parts = parts
         self._request = request
         self._asked = asked
+        self._prepared: Prepared | None = prepared
+        self._held = held
         self._record = record
         self._response: RelayResponse | None = None
         self._event_stream = False
@@ -119,15 +132,15 @@ class Exchange:
         self._attempts = Attempts()
         self._tried: set[WorkerAddress] = set()
 
-    async def run(self, route: RouteRequest) -> web.StreamResponse:
-        """The reply, already sent or being ready to be. Raises HttpError when there is none to pass on."""
+    async def run(self) -> web.StreamResponse:
+        """The reply, sent. Raises HttpError when there is none to pass on, ConnectionError when the client has left."""
         parts = self._parts
         parts.budget.request()
-        prepared = await parts.conductor.prepare(route)
         last: Failure | None = None
         kept: Kept | None = None
         while True:
-            choice = parts.conductor.choose(prepared, exclude=self._excluded())
+            assert self._prepared is not None  # until a reply has begun
+            choice = parts.conductor.choose(self._prepared, exclude=self._excluded())
             if isinstance(choice, Refused):
                 return await self._refused(choice, last, kept)
             with choice.booking:
@@ -147,7 +160,7 @@ class Exchange:
 
     def _may_go_on(self, failure: Failure) -> bool:
         if failure.kind is None:
-            return True
+            return len(self._tried) < WALK_MAX_WORKERS
         verdict = may_retry(failure.kind, self._attempts, self._parts.budget, self._parts.limits.retry_rules)
         if isinstance(verdict, Again):
             self._parts.metrics.retries.labels(failure.kind).inc()
@@ -220,8 +233,9 @@ class Exchange:
                 scheme=request.scheme.encode(),
                 authorization=asked.authorization,
                 rank=choice.data_parallel_rank,
+                pod_key=asked.pod_key,
             ),
-            body=asked.body,
+            body=self._held.body,
         )
 
     async def _judge(self, reply: Reply, choice: Choice) -> tuple[Failure | None, bytes]:
@@ -248,7 +262,7 @@ class Exchange:
         """Head, then bytes as they come; a client that reads slowly holds the pod back. Raises UpstreamFailed."""
         record, limits = self._record, self._parts.limits
         response = await self._begin(reply.status, reply.reason, reply.headers, choice)
-        chunk = begun or await reply.read()
+        chunk = begun or await self._first_chunk(reply, response)
         if chunk:
             choice.booking.first_token()
             record.first_byte()
@@ -268,6 +282,17 @@ class Exchange:
         await response.write_eof()
         return response
 
+    async def _first_chunk(self, reply: Reply, response: RelayResponse) -> bytes:
+        """The body's beginning. Comments keep load balancers from cutting a stream silent in its prefill (H05)."""
+        interval_s = self._parts.limits.stream_comment_interval_s
+        while interval_s and self._event_stream:
+            try:
+                async with asyncio.timeout(interval_s):
+                    return await reply.read()
+            except TimeoutError:
+                await response.write(b":\n\n")
+        return await reply.read()
+
     async def _begin(self, status: int, reason: str, headers: RawHeaders, choice: Choice) -> RelayResponse:
         """Send the head to the client: only now is the pod's status known (H04)."""
         self._event_stream = is_event_stream(headers)
@@ -279,6 +304,8 @@ class Exchange:
         )
         if status in (429, 503) and value_of(headers, b"retry-after") is None:
             out.append((b"Retry-After", str(self._parts.limits.retry_after_s).encode()))
+        self._prepared = None
+        self._held.release()  # nothing can be sent again from here on: a long stream does not keep its prompt
         self._record.status = status
         self._response = response = RelayResponse(status, reason, out)
         await response.prepare(self._request)
@@ -309,6 +336,11 @@ class Exchange:
         return Failure(kind)
 
     async def _timed_out(self, choice: Choice, on: Waiting) -> web.StreamResponse | Failure:
+        if on == "shutdown":
+            self._record.note = "router_stops"
+            if self._response is not None:
+                return await self._break_off("the router is shutting down", "timeout")
+            raise HttpError(503, "The router is shutting down; try again.", retry_after_s=1, close=True)
         if on == "client":
             self._record.note = "client_stalled"
             if self._request.transport is not None:
@@ -347,7 +379,7 @@ class Exchange:
 
     async def _give_up(self, last: Failure, kept: Kept | None) -> web.StreamResponse:
         """The last answer of a pod if there was one, else what went wrong."""
-        if kept is not None and kept.status != 500:
+        if kept is not None and kept.status != 500:  # vLLM's shutting-down 500 becomes a 503 that says "try again"
             return await self._answer_kept(kept)
         retry_after_s = self._parts.limits.retry_after_s
         self._record.note = last.kind or ""

@@ -18,7 +18,7 @@ from aiohttp import web
 from router.door import OPEN_PATHS, ApiKeys, Lifecycle
 from router.ops import Metrics
 from router.policy.retry import RetryBudget
-from router.proxy.body import BodyLedger, read_body
+from router.proxy.body import BodyLedger, HeldBody, read_body
 from router.proxy.errors import HttpError
 from router.proxy.exchange import CLIENT_GONE, Asked, ConductorPort, Exchange, FleetPort, Parts
 from router.proxy.front import ClientGone, Front
@@ -67,7 +67,9 @@ class Proxy:
         self._keys = keys
         self._debug = parts.limits.admin_on_main
         forwarded = parts.limits.forward_authorization
-        self._authorization = forwarded if forwarded is not None else not keys
+        self._authorization = (forwarded if forwarded is not None else not keys) and not parts.limits.pod_api_key
+        key = parts.limits.pod_api_key
+        self._pod_key = None if key is None else f"Bearer {key}".encode()
         self._bodies = BodyLedger(parts.limits.buffered_bodies_max_bytes)
         self._lifecycle = lifecycle
         self.inflight = 0
@@ -134,32 +136,43 @@ class Proxy:
     async def _forward(
         self, request: web.BaseRequest, target: str, path: str, given_id: bytes, record: Record
     ) -> web.StreamResponse:
-        parts, headers = self._parts, request.raw_headers
-        limits = parts.limits
-        policy = self._policy(headers)
+        limits = self._parts.limits
+        policy = self._policy(request.raw_headers)
         with self._bodies.hold() as held:
-            body = await read_body(request, limits, held)
-            record.bytes_in = len(body) if body else 0
-            parsed = NOTHING
-            if body:
-                parsed = parse(
-                    path,
-                    headers,
-                    body,
-                    inflate_max_bytes=limits.inflate_max_bytes,
-                    form_search_max_bytes=limits.multipart_search_max_bytes,
-                )
-            elif request.method == "POST":
-                parsed = parse(path, (), b"", inflate_max_bytes=0, form_search_max_bytes=0)
-            self._check_model(parsed)
-            record.model = parsed.model
-            asked = self._asked(request, target, path, given_id, body, parsed)
-            route = route_request(path, parsed, body_bytes=record.bytes_in, policy=policy)
-            return await Exchange(parts, request, asked, record).run(route)
+            held.body = await read_body(request, limits, held)
+            record.bytes_in = len(held.body or b"")
+            exchange = await self._prepare(request, target, path, given_id, policy, held, record)
+            return await exchange.run()
 
-    def _asked(
-        self, request: web.BaseRequest, target: str, path: str, given_id: bytes, body: bytes | None, parsed: Parsed
-    ) -> Asked:
+    async def _prepare(
+        self,
+        request: web.BaseRequest,
+        target: str,
+        path: str,
+        given_id: bytes,
+        policy: str | None,
+        held: HeldBody,
+        record: Record,
+    ) -> Exchange:
+        """Understand the body. Apart from the exchange, so that no variable keeps the body's text while it streams."""
+        parts, limits = self._parts, self._parts.limits
+        parsed = NOTHING
+        if held.body or request.method == "POST":
+            parsed = parse(
+                path,
+                request.raw_headers if held.body else (),
+                held.body or b"",
+                inflate_max_bytes=limits.inflate_max_bytes,
+                form_search_max_bytes=limits.multipart_search_max_bytes,
+            )
+        self._check_model(parsed)
+        record.model = parsed.model
+        asked = self._asked(request, target, path, given_id, parsed)
+        route = route_request(path, parsed, body_bytes=record.bytes_in, policy=policy)
+        prepared = await parts.conductor.prepare(route)
+        return Exchange(parts, request, asked, prepared, held, record)
+
+    def _asked(self, request: web.BaseRequest, target: str, path: str, given_id: bytes, parsed: Parsed) -> Asked:
         stored = parsed.previous_response_id
         walk = False
         if path.startswith("/v1/responses/") and path.count("/") >= 3:
@@ -174,9 +187,9 @@ class Proxy:
             endpoint=path,
             target=target,
             headers=request.raw_headers,
-            body=body,
             request_id=given_id,
             authorization=self._authorization,
+            pod_key=self._pod_key,
             only=only,
             walk=walk and only is None,
         )

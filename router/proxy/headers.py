@@ -64,6 +64,7 @@ def to_pod(
     scheme: bytes,
     authorization: bool,
     rank: int | None = None,
+    pod_key: bytes | None = None,
 ) -> list[tuple[bytes, bytes]]:
     """A request's headers as they go to the pod. Order, case and doubles of what passes are kept."""
     dropped = NOT_TO_POD | _connection_named(headers)
@@ -92,6 +93,8 @@ def to_pod(
     if host and value_of(headers, b"x-forwarded-host") is None:
         passed.append((b"X-Forwarded-Host", host))
     passed.append((b"X-Request-Id", request_id))
+    if pod_key is not None:
+        passed.append((b"Authorization", pod_key))
     if rank is not None:
         passed.append((b"X-data-parallel-rank", str(rank).encode()))
     return passed

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Literal
 
-Waiting = Literal["first_byte", "idle", "client", "gone"]
-"""Whom we wait for: the pod's first byte, its next one, the client to read, a pod that is gone."""
+Waiting = Literal["first_byte", "idle", "client", "gone", "shutdown"]
+"""What we wait for: the pod's first byte, its next one, the client to read, a pod that is gone, nothing: we stop."""
 
 
 class Watch:
@@ -59,6 +59,11 @@ class Watch:
         if now_s + limit_s < self._armed_for_s:
             self._arm(now_s + limit_s)
 
+    def shut_down(self) -> None:
+        """End the exchange now: the router's own time is up."""
+        self.expired = "shutdown"
+        self._timeout.reschedule(self._loop.time())
+
     def stop(self) -> None:
         """Nothing is waited for any more."""
         if self._timer is not None:
@@ -92,10 +97,12 @@ class GoneWatch:
         self._gone = gone
         self._limit_s = limit_s
         self._readers: dict[asyncio.Event, set[Watch]] = {}
+        self._all: set[Watch] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, pod: str, watch: Watch) -> asyncio.Event:
         """Begin; give the event back to `remove`."""
+        self._all.add(watch)
         event = self._gone(pod)
         if event.is_set():
             watch.pod_is_gone(self._limit_s)
@@ -111,9 +118,15 @@ class GoneWatch:
 
     def remove(self, event: asyncio.Event, watch: Watch) -> None:
         """The exchange is over."""
+        self._all.discard(watch)
         readers = self._readers.get(event)
         if readers is not None:
             readers.discard(watch)
+
+    def shut_down(self) -> None:
+        """End every exchange now, visibly."""
+        for watch in list(self._all):
+            watch.shut_down()
 
     async def _tell(self, event: asyncio.Event) -> None:
         try:

@@ -20,7 +20,8 @@ from router.proxy.front import Listener, listen
 from router.proxy.handlers import ProxyApp, build_app
 from router.proxy.limits import ProxyLimits
 from router.proxy.parse import explain_request
-from router.proxy.upstream import AiohttpUpstream, Upstream
+from router.proxy.pool import Pool
+from router.proxy.upstream import AiohttpUpstream
 from tests.fakes.fake_pod import FakePod, Script, echo
 from tests.fakes.fake_routing import FakeConductor, FakeFleet
 
@@ -82,18 +83,11 @@ class World:
             writer.transport.abort()
 
 
-UpstreamFactory = Callable[[ProxyLimits, Metrics, ssl.SSLContext | None], Upstream]
-
-
-def aiohttp_upstream(limits: ProxyLimits, metrics: Metrics, ssl_context: ssl.SSLContext | None) -> Upstream:
-    return AiohttpUpstream(limits, metrics, ssl_context=ssl_context)
-
-
 @contextlib.asynccontextmanager
 async def world(
     *scripts: Script,
     pods: Sequence[FakePod] | None = None,
-    upstream: UpstreamFactory = aiohttp_upstream,
+    upstream: type[Pool] | type[AiohttpUpstream] = Pool,
     keys: Iterable[str] = (),
     spread: bool = False,
     prompt_tokens: int | None = None,
@@ -113,7 +107,7 @@ async def world(
     lifecycle = Lifecycle()
     lifecycle.phase = "serving"
     bounds = ProxyLimits(**limits)  # type: ignore[arg-type]
-    behind = upstream(bounds, metrics, pods_ssl)
+    behind = upstream(bounds, metrics, ssl_context=pods_ssl)
     pages = AdminPages(
         metrics=metrics, fleet=fleet, lifecycle=lifecycle, conductor=conductor, read_request=explain_request
     )
