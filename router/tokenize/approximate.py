@@ -18,7 +18,7 @@ def canonical_prompt(endpoint: str, body: bytes, cache_salt: str | None) -> byte
     """The bytes; the body itself when it has none of the known parts or is not a JSON object."""
     try:
         fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body
     if not isinstance(fields, dict):
         return body

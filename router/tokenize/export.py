@@ -4,7 +4,7 @@
 gets and how its files are patched up (special tokens, prefix spaces, BOS); re-implementing that would be guessing. But
 importing it costs 84 MB and two seconds of holding the interpreter's lock, so it happens here and not in the router.
 Exit status 0 and msgpack of Exported in FILE, or 1 and one line of reason on standard error.
-May import: the standard library, msgspec, and transformers inside functions.
+May import: the standard library, msgspec, router.tokenize.{pieces,proof}, and transformers inside functions.
 """
 
 import argparse
@@ -16,6 +16,9 @@ from typing import Any
 
 import msgspec
 
+from router.tokenize.pieces import Cuts
+from router.tokenize.proof import proven_cuts
+
 
 class Exported(msgspec.Struct, frozen=True):
     """What a router needs of a model's tokenizer."""
@@ -25,6 +28,8 @@ class Exported(msgspec.Struct, frozen=True):
     chat_templates: dict[str, str]  # by name; "default", "tool_use", ...
     processor_template: str | None  # used by vLLM before the tokenizer's own when a request has no tools
     unrenderable: str | None  # why chats of this model are not rendered by a template, if so
+    cuts: Cuts  # where its texts may be cut, proven here
+    borders: list[str]  # the added tokens in front of which they may
 
 
 # vLLM encodes these in code, not by template (config/model.py, tokenizers/registry.py, renderers/online_renderer.py).
@@ -90,12 +95,16 @@ def export(source: str, *, offline: bool) -> Exported:
     if isinstance(templates, str):
         templates = {"default": templates}
     processor = _read_json(folder / "chat_template.json").get("chat_template")
+    tokenizer_json = backend.to_str()
+    cuts, borders = proven_cuts(tokenizer_json)
     return Exported(
-        tokenizer_json=backend.to_str(),
+        tokenizer_json=tokenizer_json,
         special_tokens={k: _text(v) for k, v in tokenizer.special_tokens_map.items()},
         chat_templates=dict(templates),
         processor_template=processor if isinstance(processor, str) else None,
         unrenderable=_coded(folder),
+        cuts=cuts,
+        borders=borders,
     )
 
 

@@ -1,9 +1,10 @@
 """One model's rendering: a request body to the ids its engine will see. No I/O; CPU only.
 
-May import: the standard library, msgspec, router.core.hashing, router.tokenize.{chat,template,encode,export,port}.
+May import: the standard library, msgspec, router.core.hashing, and this room but service.py and load.py.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from router.tokenize.chat import (
 from router.tokenize.encode import Encoder, Side, truncate
 from router.tokenize.export import Exported
 from router.tokenize.port import NoTokens, PromptTokens
+from router.tokenize.proof import renders_alike
 from router.tokenize.template import ChatTemplate
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -118,24 +120,60 @@ def truncation(
     return Truncation(limit_tokens=wanted, side=side)
 
 
-def _truncate_ids(packed: bytes, cut: Truncation | None) -> bytes:
-    return packed if cut is None else truncate(packed, cut.limit_tokens, cut.side or "left")
+class TextJob:
+    """A rendered prompt on its way to ids. `missing_chars` is what encoding is left; `finish` does it."""
+
+    def __init__(
+        self, encoder: Encoder, text: str, *, add_special_tokens: bool, cut: Truncation | None, goes_on: bool = False
+    ) -> None:
+        self._encoder = encoder
+        self._draft = encoder.draft(text)
+        self._add_special_tokens = add_special_tokens
+        self._cut = cut
+        self._goes_on = goes_on
+
+    @property
+    def missing_chars(self) -> int:
+        return self._draft.missing_chars
+
+    def finish(self) -> PromptTokens:
+        ids = self._encoder.complete(self._draft)
+        if self._goes_on:
+            return PromptTokens(
+                packed=self._encoder.open_beginning(ids) if self._add_special_tokens else ids, partial=True
+            )
+        cut = self._cut
+        if self._add_special_tokens:
+            # vLLM's default truncation happens in the tokenizer, which keeps room for BOS; a named side cuts afterwards
+            ids = self._encoder.wrap(
+                ids, limit_tokens=cut.limit_tokens if cut is not None and cut.side is None else None
+            )
+        if cut is not None:
+            ids = truncate(ids, cut.limit_tokens, cut.side or "left")
+        return PromptTokens(packed=ids)
+
+
+Rendered = TextJob | PromptTokens | NoTokens
 
 
 class ModelRenderer:
     """Built in a worker thread (a big tokenizer takes seconds); used from any thread. Raises ValueError."""
 
-    def __init__(self, exported: Exported, options: ModelOptions) -> None:
+    def __init__(self, exported: Exported, options: ModelOptions, *, cache_max_bytes: int = 128 * 1024 * 1024) -> None:
         self.options = options
         self.unrenderable = exported.unrenderable
+        self.encoder = Encoder(
+            exported.tokenizer_json, cuts=exported.cuts, borders=exported.borders, cache_max_bytes=cache_max_bytes
+        )
         self._special = exported.special_tokens
-        self._encoder = Encoder(exported.tokenizer_json)
         self._named = exported.chat_templates
         self._processor_template = exported.processor_template
         self._compiled: dict[str, ChatTemplate] = {}
         for source in (options.chat_template, exported.processor_template, *exported.chat_templates.values()):
             if source is not None:
-                self._template(source)
+                template = self._template(source)
+                if renders_alike(template, self._special):
+                    template.trust_fast()
 
     def _template(self, source: str) -> ChatTemplate:
         compiled = self._compiled.get(source)
@@ -164,14 +202,14 @@ class ModelRenderer:
             raise Unrenderable("the model has no chat template")
         return self._template(self._named[name])
 
-    def chat(self, body: bytes) -> PromptTokens | NoTokens:
-        """Ids for POST /v1/chat/completions. Raises Unrenderable, TemplateRefusal."""
+    def chat(self, body: bytes) -> Rendered:
+        """For POST /v1/chat/completions. Raises Unrenderable, TemplateRefusal."""
         parsed = decode(_chat_decoder, body)
         reused = _reused_ids(parsed.kv_transfer_params)
         return self.chat_body(parsed) if reused is None else PromptTokens(packed=reused)
 
-    def chat_body(self, body: ChatBody) -> PromptTokens | NoTokens:
-        """Ids of a parsed chat. Raises Unrenderable, TemplateRefusal."""
+    def chat_body(self, body: ChatBody) -> Rendered:
+        """For a parsed chat. Raises Unrenderable, TemplateRefusal."""
         if self.unrenderable is not None:
             raise Unrenderable(f"rendered in code by the engine: {self.unrenderable}")
         excluded = body.tool_choice == "none" and self.options.exclude_tools_when_none
@@ -186,36 +224,50 @@ class ModelRenderer:
         cut = truncation(
             body.truncate_prompt_tokens, body.truncation_side, output_tokens=output_tokens, options=self.options
         )
-        return PromptTokens(packed=self.text(text, add_special_tokens=body.add_special_tokens, cut=cut))
+        return TextJob(self.encoder, text, add_special_tokens=body.add_special_tokens, cut=cut)
 
-    def text(self, text: str, *, add_special_tokens: bool, cut: Truncation | None = None) -> bytes:
-        """Packed ids of a rendered or plain prompt."""
-        if cut is None:
-            return self._encoder.encode(text, add_special_tokens=add_special_tokens)
-        if cut.side is None:
-            return self._encoder.encode_truncated(
-                text, add_special_tokens=add_special_tokens, limit_tokens=cut.limit_tokens
-            )
-        return _truncate_ids(self._encoder.encode(text, add_special_tokens=add_special_tokens), cut)
-
-    def _before_media(self, text: str, *, add_special_tokens: bool) -> PromptTokens | NoTokens:
-        """The ids before the last special token that precedes the first media part: those cannot change any more."""
+    def _before_media(self, text: str, *, add_special_tokens: bool) -> TextJob | NoTokens:
+        """The text before the last special token that precedes the first media part cannot change any more."""
         known, mark, _ = text.partition(MEDIA_MARK)
-        packed = self._encoder.encode_beginning(known, add_special_tokens=add_special_tokens) if mark else b""
-        if not packed:
+        settled = self.encoder.settled_chars(known) if mark else 0
+        if not settled:
             return NoTokens("media", "nothing is known before the first media part")
-        return PromptTokens(packed=packed, partial=True)
+        return TextJob(self.encoder, known[:settled], add_special_tokens=add_special_tokens, cut=None, goes_on=True)
+
+    def due_check(self) -> Callable[[], bool] | None:
+        """Now and then, a check of a live request against the slow, plain way; to be run in the pool."""
+        text = self.encoder.take_sample()
+        if text is not None:
+            return functools.partial(self.encoder.check, text)
+        for template in tuple(self._compiled.values()):
+            sample = template.take_sample()
+            if sample is not None:
+                return functools.partial(template.check, sample)
+        return None
+
+    def details(self) -> dict[str, Any]:
+        """For /ready details, JSON-able."""
+        counts = self.encoder.counts
+        return {
+            "piece_cuts": [name for name in ("special", "words") if getattr(self.encoder.cuts, name)],
+            "piece_cache_bytes": self.encoder.cache.size_bytes,
+            "fast_templates": sum(t.is_fast for t in self._compiled.values()),
+            "templates": len(self._compiled),
+            "checked": counts.texts_checked,
+            "differed": counts.texts_differed,
+            **({"unrenderable": self.unrenderable} if self.unrenderable else {}),
+        }
 
 
-def completion(renderer: ModelRenderer | NoTokens, body: bytes) -> PromptTokens | NoTokens:
-    """Ids for POST /v1/completions; of a batch, its first prompt. Raises Unrenderable."""
+def completion(renderer: ModelRenderer | NoTokens, body: bytes) -> Rendered:
+    """For POST /v1/completions; of a batch, its first prompt. Raises Unrenderable."""
     parsed, prompt = _completion_prompt(body)
     options = ModelOptions() if isinstance(renderer, NoTokens) else renderer.options
     cut = truncation(
         parsed.truncate_prompt_tokens, parsed.truncation_side, output_tokens=parsed.max_tokens or 0, options=options
     )
     if isinstance(prompt, bytes):
-        return PromptTokens(packed=_truncate_ids(prompt, cut))
+        return PromptTokens(packed=prompt if cut is None else truncate(prompt, cut.limit_tokens, cut.side or "left"))
     if isinstance(renderer, NoTokens):
         return renderer
-    return PromptTokens(packed=renderer.text(prompt, add_special_tokens=parsed.add_special_tokens, cut=cut))
+    return TextJob(renderer.encoder, prompt, add_special_tokens=parsed.add_special_tokens, cut=cut)

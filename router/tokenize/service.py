@@ -19,7 +19,7 @@ import msgspec
 from router.tokenize.chat import Unrenderable
 from router.tokenize.export import Exported
 from router.tokenize.load import LoadFailure, is_at_hand, load
-from router.tokenize.model import ModelOptions, ModelRenderer, completion
+from router.tokenize.model import ModelOptions, ModelRenderer, Rendered, TextJob, completion
 from router.tokenize.port import NoTokens, PromptTokens
 from router.tokenize.template import TemplateRefusal
 
@@ -34,8 +34,10 @@ class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 2  # encoding releases the interpreter lock; more threads only help on more cores
     queue_requests: int = 64  # waiting beyond this costs more than a cold pod
     deadline_s: float = 1.0  # 30k cold tokens take about 0.1 s; later than this, load decides
-    inline_max_bytes: int = 8_192  # a body this small is done before a thread would have woken
-    body_max_bytes: int = 16 * 1024 * 1024
+    inline_max_bytes: int = 131_072  # parsing and rendering such a body takes well under a millisecond
+    inline_max_chars: int = 4_096  # so does encoding that much: a thread would hardly have woken
+    body_max_bytes: int = 8 * 1024 * 1024  # about two million tokens
+    cache_max_bytes: int = 128 * 1024 * 1024  # pieces and their ids, per tokenizer; a 7k-token chat takes about 75 KB
     load_deadline_s: float = 300.0  # a download of tokenizer files included
     retry_first_s: float = 5.0
     retry_max_s: float = 600.0
@@ -144,7 +146,7 @@ class TokenService:
 
     def _build(self, entry: _Model) -> ModelRenderer:
         exported = self._load(entry.source, offline=not entry.configured, deadline_s=self.limits.load_deadline_s)
-        return ModelRenderer(exported, entry.options)
+        return ModelRenderer(exported, entry.options, cache_max_bytes=self.limits.cache_max_bytes)
 
     def status(self) -> dict[str, Any]:
         """For /ready details and /debug: each model's tokenizer, JSON-able."""
@@ -154,7 +156,7 @@ class TokenService:
                 "state": m.state,
                 "attempts": m.attempts,
                 **({"error": m.error} if m.error else {}),
-                **({"unrenderable": m.renderer.unrenderable} if m.renderer and m.renderer.unrenderable else {}),
+                **(m.renderer.details() if m.renderer else {}),
                 "models": sorted(name for name, k in self._names.items() if k == key),
             }
             for key, m in self._models.items()
@@ -180,10 +182,16 @@ class TokenService:
         found = self._renderer(model)
         if endpoint == "/v1/chat/completions" and isinstance(found, NoTokens):
             return found
-        work = functools.partial(render, found, endpoint, body)
-        if len(body) <= self.limits.inline_max_bytes:
-            return work()
-        return await self._off_loop(work)
+        if len(body) > self.limits.inline_max_bytes:
+            return await self._off_loop(functools.partial(render_fully, found, endpoint, body))
+        rendered = render(found, endpoint, body)
+        if not isinstance(rendered, TextJob):
+            return rendered
+        if isinstance(found, ModelRenderer) and (check := found.due_check()) is not None and not self._in_pool:
+            self._pool.submit(check)
+        if rendered.missing_chars <= self.limits.inline_max_chars:
+            return rendered.finish()
+        return await self._off_loop(rendered.finish)
 
     def _renderer(self, model: str) -> ModelRenderer | NoTokens:
         entry = self._models.get(self._names.get(model, ""))
@@ -211,8 +219,8 @@ class TokenService:
             future.exception()  # looked at: a late failure has no reader left
 
 
-def render(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
-    """The ids of one request, in whatever thread this runs. Prompts given as ids need no tokenizer."""
+def render(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> Rendered:
+    """One request up to the point where its missing pieces must be encoded. Prompts given as ids need no tokenizer."""
     try:
         if endpoint == "/v1/completions":
             return completion(renderer, body)
@@ -221,3 +229,9 @@ def render(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> Pr
         return NoTokens("unrenderable", str(exc))
     except TemplateRefusal as exc:
         return NoTokens("template_error", str(exc))
+
+
+def render_fully(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
+    """The ids of one request, in whatever thread this runs."""
+    rendered = render(renderer, endpoint, body)
+    return rendered.finish() if isinstance(rendered, TextJob) else rendered

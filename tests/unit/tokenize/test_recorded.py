@@ -10,7 +10,7 @@ import pytest
 from router.core.hashing import pack_tokens
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import PromptTokens
-from router.tokenize.service import render
+from router.tokenize.service import render_fully
 from tests.unit.tokenize.exported import tiny_exported
 
 DATA = Path(__file__).parents[2] / "data"
@@ -42,7 +42,7 @@ def tiny() -> ModelRenderer:
 @pytest.mark.parametrize(("path", "body", "ids"), recorded())
 def test_same_ids_as_the_engine(tiny: ModelRenderer, path: str, body: dict[str, Any], ids: list[int]) -> None:
     endpoint = "/v1/chat/completions" if "messages" in body else "/v1/completions"  # /tokenize, render: as one of these
-    found = render(tiny, endpoint, msgspec.json.encode(body))
+    found = render_fully(tiny, endpoint, msgspec.json.encode(body))
     assert isinstance(found, PromptTokens), found
     assert found.packed == pack_tokens(ids)
 
