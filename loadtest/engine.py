@@ -167,6 +167,8 @@ class Engine:
         self._by_id[request.id] = seq
         self._arrivals += 1
         ready_s = now_s + p.frontend_s + p.frontend_s_per_token * request.prompt_tokens
+        if p.frontend_jitter_s:
+            ready_s += self._rng.expovariate(1.0 / p.frontend_jitter_s)
         heapq.heappush(self._arriving, (ready_s, self._arrivals, seq))
 
     def abort(self, request_id: str | int) -> bool:

@@ -27,6 +27,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention_equal_context_tokens: float  # context length at which attention costs as much as the linear layers
     frontend_s: float  # HTTP, tokenizing, queue hand-over: before the scheduler sees a request
     frontend_s_per_token: float = 0.0
+    frontend_jitter_s: float = 0.0  # mean of an exponential delay on top
     jitter_ratio: float = 0.0  # a step lasts up to this much longer, uniformly, by the engine's seed
     block_size_tokens: int
     num_blocks: int  # vLLM's num_gpu_blocks; one of them is the null block

@@ -250,7 +250,7 @@ def rag(
 
 
 def timed_trace(
-    rows: Iterable[Mapping[str, Any]], *, seconds: float, speed: float = 1.0, offset_s: float = 0.0
+    rows: Iterable[Mapping[str, Any]], *, seconds: float = 1e9, speed: float = 1.0, offset_s: float = 0.0
 ) -> Workload:
     """Mooncake and Azure rows: {timestamp ms, input_length, output_length, hash_ids of 512-token prefix blocks}.
 
@@ -267,13 +267,19 @@ def timed_trace(
         output = max(int(row["output_length"]), 1)
         sessions.append(Session(t, (Turn(prompt, output, Segment((1 << 52) + next(fresh), output), group="trace"),)))
     sessions.sort(key=lambda s: s.start_s)
-    return _one_stage("trace", sessions, len(sessions) / seconds, seconds)
+    length_s = min(seconds, sessions[-1].start_s + 1.0 if sessions else 1.0)
+    return _one_stage("trace", sessions, len(sessions) / length_s, length_s)
 
 
 def agent_trace(
-    rows: Iterable[Mapping[str, Any]], *, concurrency: int, max_turns: int = 1_000_000, max_think_s: float = 60.0
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    concurrency: int,
+    seed: int = 0,
+    max_turns: int = 1_000_000,
+    max_think_s: float = 60.0,
 ) -> Workload:
-    """Coding-agent sessions in a closed loop; block ids are local to a session, as the data has them."""
+    """Coding-agent sessions in a closed loop, their order by seed; block ids are local to a session, as in the data."""
     sessions = []
     for i, row in enumerate(rows):
         turns = []
@@ -285,11 +291,14 @@ def agent_trace(
             turns.append(Turn(prompt, output, answer, think, "agent"))
         if turns:
             sessions.append(Session(0.0, tuple(turns)))
+    Random(seed).shuffle(sessions)
     stage = Stage("agents", tuple(sessions), concurrency=concurrency)
     return Workload("agents", (stage,))
 
 
-def message_trace(rows: Iterable[Mapping[str, Any]], *, concurrency: int, think_s: float = 1.0) -> Workload:
+def message_trace(
+    rows: Iterable[Mapping[str, Any]], *, concurrency: int, seed: int = 0, think_s: float = 1.0
+) -> Workload:
     """tau-bench sessions {messages}: every assistant message is a request whose prompt is all before it.
 
     Tokens are estimated as characters / 4; equal texts are equal streams, so policies and user openings are shared.
@@ -306,6 +315,7 @@ def message_trace(rows: Iterable[Mapping[str, Any]], *, concurrency: int, think_
             history.append(piece)
         if turns:
             sessions.append(Session(0.0, tuple(turns)))
+    Random(seed).shuffle(sessions)
     return Workload("tau-bench", (Stage("tau-bench", tuple(sessions), concurrency=concurrency),))
 
 

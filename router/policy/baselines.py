@@ -54,17 +54,17 @@ def round_robin(candidates: Sequence[Candidate], request: RoutingRequest, costs:
 
 def least_loaded(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
     """Fewest requests in flight, then fewest booked prefill tokens."""
-    return _least(candidates, request, rng, "load", lambda c: (c.inflight_requests, c.booked_prefill_tokens))
+    return least_cost(candidates, request, rng, "load", lambda c: (c.inflight_requests, c.booked_prefill_tokens))
 
 
 def longest_match(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
     """Whoever holds most of the prompt, however busy; then fewest in flight. A shared beginning draws all to one."""
-    return _least(candidates, request, rng, "match", lambda c: (-c.matched_tokens, c.inflight_requests))
+    return least_cost(candidates, request, rng, "match", lambda c: (-c.matched_tokens, c.inflight_requests))
 
 
 def greedy_ttft(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
     """The least time to this request's first token: (Q + M) / R."""
-    return _least(
+    return least_cost(
         candidates,
         request,
         rng,
@@ -75,7 +75,7 @@ def greedy_ttft(candidates: Sequence[Candidate], request: RoutingRequest, costs:
 
 def lmetric(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
     """Two indicators multiplied: prefill tokens ahead of the first token times the batch (arXiv 2603.15202)."""
-    return _least(
+    return least_cost(
         candidates,
         request,
         rng,
@@ -95,7 +95,7 @@ def weights(candidates: Sequence[Candidate], request: RoutingRequest, costs: Cos
         queue = WEIGHTS_QUEUE_HALF_REQUESTS / (WEIGHTS_QUEUE_HALF_REQUESTS + c.inflight_requests)
         return (-3 * c.matched_tokens / tokens - 2 * (1 - c.kv_held_ratio) - 2 * queue,)
 
-    return _least(candidates, request, rng, "weights", cost)
+    return least_cost(candidates, request, rng, "weights", cost)
 
 
 def precise_3_2_2(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
@@ -104,20 +104,25 @@ def precise_3_2_2(candidates: Sequence[Candidate], request: RoutingRequest, cost
     Matches are scaled between the least and the most of those that match at all (all alike: 1; no match: 0), waiting
     requests between the shortest and the longest queue (all alike: 1).
     """
-    able = fit(candidates, request)
+    score = precise_score(fit(candidates, request))
+    return least_cost(candidates, request, rng, "weights", lambda c: (-score(c),))
+
+
+def precise_score(able: Sequence[Candidate]) -> Callable[[Candidate], float]:
+    """The published weighted sum, 0..7; the most wins."""
     matches = [c.matched_tokens for c in able if c.matched_tokens] or [0]
     low, high = min(matches), max(matches)
     waits = [c.waiting_requests for c in able] or [0]
     short, long = min(waits), max(waits)
 
-    def cost(c: Candidate) -> tuple[float]:
+    def score(c: Candidate) -> float:
         prefix = 0.0
         if c.matched_tokens:
             prefix = 1.0 if low == high else (c.matched_tokens - low) / (high - low)
         queue = 1.0 if short == long else (long - c.waiting_requests) / (long - short)
-        return (-3 * prefix - 2 * queue - 2 * (1 - c.kv_held_ratio),)
+        return 3 * prefix + 2 * queue + 2 * (1 - c.kv_held_ratio)
 
-    return _least(candidates, request, rng, "weights", cost)
+    return score
 
 
 def sticky_until_saturated(
@@ -135,7 +140,7 @@ def sticky_until_saturated(
     sticky = [c for c in able if c.matched_tokens >= STICKY_CACHED_RATIO * request.prompt_tokens > 0]
     if sticky and min(map(ahead_s, sticky)) <= min(map(ahead_s, able)) + STICKY_PATIENCE_S:
         able = sticky
-    return _least(able, request, rng, "sticky" if able is sticky else "ttft", lambda c: (ahead_s(c),))
+    return least_cost(able, request, rng, "sticky" if able is sticky else "ttft", lambda c: (ahead_s(c),))
 
 
 def cache_aware(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
@@ -146,10 +151,10 @@ def cache_aware(candidates: Sequence[Candidate], request: RoutingRequest, costs:
         return refuse(candidates)
     loads = [c.inflight_requests for c in able]
     if max(loads) - min(loads) > CACHE_AWARE_ABS_REQUESTS and max(loads) > CACHE_AWARE_REL_RATIO * min(loads):
-        return _least(able, request, rng, "load", lambda c: (c.inflight_requests,))
+        return least_cost(able, request, rng, "load", lambda c: (c.inflight_requests,))
     if max(c.matched_tokens for c in able) > CACHE_AWARE_MATCH_RATIO * request.prompt_tokens:
-        return _least(able, request, rng, "match", lambda c: (-c.matched_tokens,))
-    return _least(able, request, rng, "placement", lambda c: (c.working_set_blocks,))
+        return least_cost(able, request, rng, "match", lambda c: (-c.matched_tokens,))
+    return least_cost(able, request, rng, "placement", lambda c: (c.working_set_blocks,))
 
 
 def consistent_hash(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
@@ -165,7 +170,7 @@ def consistent_hash(candidates: Sequence[Candidate], request: RoutingRequest, co
     return _chosen(next(c for c in order if c.inflight_requests < bound), "hash")
 
 
-def _least(
+def least_cost(
     candidates: Sequence[Candidate],
     request: RoutingRequest,
     rng: Random,

@@ -1,0 +1,184 @@
+"""`warmroute loadtest simulate`: scenarios under rules, in virtual time; tables, JSON, decisions spelt out.
+
+May import: the standard library, msgspec, loadtest.*.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadtest import sim_scenario as regimes
+from loadtest.profile import Profile, load_profile
+from loadtest.sim_policies import FACTORIES
+from loadtest.sim_report import (
+    Row,
+    acceptance,
+    acceptance_table,
+    ladder_figures,
+    row,
+    rows,
+    table,
+)
+from loadtest.sim_world import Outcome, Setup, Simulation
+from loadtest.workload import ladder
+
+PUBLISHED_SCRAPE_S = 0.05  # how often the published scheduler reads the pods' metrics
+ORACLE_SUFFIX = "+oracle"  # a rule given true caches and true remaining work without lag
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One scenario under one rule and one seed."""
+
+    scenario: str
+    policy: str
+    profile: str
+    calibrated: bool
+    seed: int
+    cpu_s: float
+    rows: list[Row]
+    decisions: dict[str, int]
+    explained: list[dict[str, object]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--scenario", action="append", metavar="NAME", help="name or .toml file; repeatable; 'all'")
+    parser.add_argument("--policy", action="append", metavar="NAME", help="repeatable; 'all'; NAME+oracle: with truth")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 1..N (default 1)")
+    parser.add_argument("--profile", metavar="NAME", help="another kind of pod, rates scaled to it")
+    parser.add_argument("--pods", type=int, help="another number of pods")
+    parser.add_argument("--explain", type=int, default=0, metavar="N", help="print the terms of the first N decisions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--traces", type=Path, default=regimes.TRACES_DIR, metavar="DIR", help="where traces lie")
+    parser.add_argument("--accept", action="store_true", help="the full ladder against the published tables")
+    parser.add_argument("--list", action="store_true", help="name the scenarios and rules")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the flags say. Returns the exit status: 1 when --accept misses a bound, 2 for a usage error."""
+    if args.list:
+        for name in regimes.names():
+            print(f"{name:<28} {regimes.load_regime(name).about}")
+        print("rules: " + ", ".join(FACTORIES))
+        return 0
+    if args.accept:
+        return accept(args.profile or "qwen3-32b-2xh100", args.seeds)
+    try:
+        results = run_all(args)
+    except (FileNotFoundError, ValueError) as exc:
+        print(exc)
+        return 2
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="warmroute loadtest simulate", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(list(argv)))
+
+
+def run_all(args: argparse.Namespace) -> list[Result]:
+    """Every scenario under every rule and seed, printed as it comes."""
+    chosen = regimes.names() if args.scenario == ["all"] else args.scenario or ["ladder"]
+    rules = list(FACTORIES) if args.policy == ["all"] else args.policy or ["prefix"]
+    results: list[Result] = []
+    for name in chosen:
+        scenario = regimes.load_regime(name)
+        if args.pods:
+            scenario = msgspec.structs.replace(scenario, pods=args.pods)
+        profile = regimes.profile_of(scenario, args.profile)
+        print(
+            f"\n{scenario.name}: {scenario.about}. {_described(profile)}, {scenario.pods} pods, seeds 1..{args.seeds}"
+        )
+        printed: dict[str, list[Row]] = {}
+        for rule in rules:
+            outcomes = []
+            for seed in range(1, args.seeds + 1):
+                result, outcome = run_one(scenario, profile, rule, seed, explain=args.explain, traces=args.traces)
+                results.append(result)
+                outcomes.append(outcome)
+                _print_explained(result)
+            printed[rule] = _pooled(outcomes, scenario.pods)
+        print(table(printed))
+    return results
+
+
+def run_one(
+    scenario: regimes.Regime,
+    profile: Profile,
+    rule: str,
+    seed: int,
+    *,
+    explain: int = 0,
+    traces: Path = regimes.TRACES_DIR,
+) -> tuple[Result, Outcome]:
+    """One run. Raises ValueError for an unknown rule."""
+    name = rule.removesuffix(ORACLE_SUFFIX)
+    if name not in FACTORIES:
+        raise ValueError(f"no rule {name!r}; known: {', '.join(FACTORIES)}")
+    world = regimes.setup(scenario, profile)
+    if rule.endswith(ORACLE_SUFFIX):
+        world = msgspec.structs.replace(world, knowledge="oracle")
+    if name.startswith("precise"):
+        world = msgspec.structs.replace(world, scrape_interval_s=min(world.scrape_interval_s, PUBLISHED_SCRAPE_S))
+    sessions = regimes.build(scenario, profile, seed, traces)
+    begun = time.process_time()
+    outcome = Simulation(world, sessions, FACTORIES[name](), seed, explain=explain).run()
+    result = Result(
+        scenario.name,
+        rule,
+        profile.name,
+        profile.calibrated,
+        seed,
+        time.process_time() - begun,
+        rows(outcome, scenario.pods),
+        dict(outcome.decisions),
+        outcome.explained,
+    )
+    return result, outcome
+
+
+def accept(profile_name: str, seeds: int) -> int:
+    """The published ladder at full length, precise (3:2:2) and cache-blind (random), against the tables."""
+    profile = load_profile(profile_name)
+    print(f"{_described(profile)}; judged: July 2026 tables, p99 of spring 2026; September 2025 beside it")
+    missed = 0
+    for seed in range(1, seeds + 1):
+        arms: dict[str, list[Row]] = {}
+        for rule in ("precise-3-2-2", "random"):
+            world = Setup(profile=profile, scrape_interval_s=PUBLISHED_SCRAPE_S)
+            arms[rule] = rows(Simulation(world, ladder(seed), FACTORIES[rule](), seed).run(), world.pods)
+        verdicts = acceptance(arms["precise-3-2-2"], arms["random"])
+        missed += sum(not v.within for v in verdicts)
+        print(f"\nseed {seed}")
+        print(acceptance_table(verdicts))
+        print(table(arms))
+        for rule, arm in arms.items():
+            tokens, p90 = ladder_figures(arm)
+            print(f"{rule}: mean of stages {tokens:.0f} output tok/s, request-weighted TTFT p90 {p90:.3f} s")
+    return 1 if missed else 0
+
+
+def _pooled(outcomes: Sequence[Outcome], pods: int) -> list[Row]:
+    """Rows over all seeds: stage by stage, then all."""
+    if len(outcomes) == 1:
+        return rows(outcomes[0], pods)
+    staged = list(zip(*([s for s in o.stages if s.measured] for o in outcomes), strict=True))
+    out = [row(stages[0].name, stages, pods) for stages in staged]
+    return [*out, row("all", [s for stages in staged for s in stages], pods)] if len(out) > 1 else out
+
+
+def _described(profile: Profile) -> str:
+    state = "calibrated" if profile.calibrated else "UNCALIBRATED" if profile.judged else "a toy, not judged"
+    return f"Emulated {profile.name} ({state})"
+
+
+def _print_explained(result: Result) -> None:
+    for decision in result.explained:
+        print(msgspec.json.format(msgspec.json.encode(decision), indent=1).decode())
