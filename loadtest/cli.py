@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "fleet": ("loadtest.fleet.launch", "start emulated vLLM pods"),
+    "simulate": ("loadtest.simulate", "scenarios under routing rules in virtual time"),
+    "calibrate": ("loadtest.calibrate", "measure a pod and write its profile"),
 }
 """Subcommand -> module with `add_arguments(parser)` and `run(args) -> int`, and its help."""
 
