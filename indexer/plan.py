@@ -423,8 +423,13 @@ def _extras(e: Stored, i: int) -> list[Any]:
     extras = list(keys) if isinstance(keys, Sequence) and not isinstance(keys, str | bytes) else [keys]
     if e.lookahead:
         extras = [x for x in extras if type(x) is not int]
-    lora = [x for x in extras if e.lora_name is not None and (x == e.lora_name or _tag(x) == "lora")][:1]
-    return [x for x in extras if x is not None and not (lora and x is lora[0])]
+    extras = [x for x in extras if x is not None]
+    if e.lora_name is not None:
+        for at, x in enumerate(extras):
+            if x == e.lora_name or _tag(x) == "lora":  # the first one: a salt may look alike
+                del extras[at]
+                break
+    return extras
 
 
 def _tag(x: object) -> object:

@@ -59,7 +59,7 @@ class RedisIndexReader:
         self._prefixes: dict[Tier, bytes] = {}
         self._near = NearCache(near_cache_s, clock)
         self._listeners: list[RemovalListener] = []
-        self._feed_was_down = False
+        self._feed_up = self._feed_missed = False
         self._refreshed_s: float | None = None
         self._last_error: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,7 +116,7 @@ class RedisIndexReader:
             "epoch": registry.epoch,
             "live_slots": len(registry.names),
             "retired_slots": registry.retired_slots,
-            "feed_connected": not self._feed_was_down,
+            "feed_connected": self._feed_up,
             "near_cache_blocks": len(self._near),
             "last_error": self._last_error,
         }
@@ -206,7 +206,8 @@ class RedisIndexReader:
         elif registry.epoch != before.epoch:
             self._prefixes = block_prefixes(self._fp, registry.epoch)
             self._near.clear()
-        again, self._feed_was_down = self._feed_was_down and bool(self._tasks), False
+        again = self._feed_up and self._feed_missed  # removals went unheard for a while
+        self._feed_missed &= not again
         for address, life in registry.lives.items():
             known = before.lives.get(address)
             if (known is not None and known != life) or again:
@@ -245,6 +246,7 @@ class RedisIndexReader:
                 conn = await self._link.connection()
                 await conn.send_command("SUBSCRIBE", self._feed)
                 await conn.read_response(timeout=5.0)
+                self._feed_up = True
                 self._near.enable()
                 self._hurry.set()
                 while True:
@@ -255,7 +257,8 @@ class RedisIndexReader:
                 await asyncio.sleep(0.5)
             finally:
                 self._near.disable()
-                self._feed_was_down = True
+                self._feed_missed |= self._feed_up
+                self._feed_up = False
                 if conn is not None:
                     await self._link.drop(conn)
 
