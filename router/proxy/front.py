@@ -17,7 +17,7 @@ import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -64,8 +64,7 @@ class Connection(RequestHandler):
         reason = self._front.admit(self._peer)
         if reason is not None:
             self._refused = True
-            assert isinstance(transport, asyncio.Transport)
-            transport.abort()
+            cast(asyncio.Transport, transport).abort()  # uvloop's transports are no subclass of it
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:

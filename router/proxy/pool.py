@@ -12,6 +12,7 @@ import asyncio
 import select
 import ssl
 from collections import deque
+from typing import cast
 from urllib.parse import urlsplit
 
 from router.ops import Metrics
@@ -51,8 +52,7 @@ class PodConnection(asyncio.Protocol):
     # -- what the loop calls ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass of it
 
     def data_received(self, data: bytes) -> None:
         parser = self._parser
