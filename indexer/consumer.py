@@ -133,7 +133,7 @@ class Consumer:
     async def _live(self, item: Live) -> None:
         batch, digest = self._decode(item.payload), _digest(item.payload)
         self.last_event_s = self._clock()
-        tries, reached = 0, self.ledger.last_seq
+        tries, reached, orphans = 0, self.ledger.last_seq, self.ledger.facts.orphans
         while isinstance(told := self.ledger.receive(item.seq, batch, digest), AskReplay):
             if told.reason == "gap":
                 self._observer.count("gaps")
@@ -147,7 +147,6 @@ class Consumer:
             if tries >= self._limits.replay_tries:
                 self.last_error = "a gap could not be filled by replay; started anew"
                 self._put(self.ledger.give_up())
-        orphans = self.ledger.facts.orphans
         self._put(told)
         if self.ledger.short and self.ledger.facts.orphans > orphans and self._retry_at_s is None:
             self._retry_at_s = self._clock()
@@ -277,15 +276,13 @@ class Consumer:
 
     async def _write_all(self) -> None:
         """A new life with everything the Ledger has now. Interrupted, it is begun again with another slot."""
-        self._renew = False
-        done = False
-        self._forget_pending()
-        claims = [(tier, list(self.ledger.claims(tier))) for tier in TIERS]
         worker = WorkerId(self.address, self._mint())
-        self._told_size = None
+        await self._writer.register(worker)
+        self._worker, self._told_size = worker, None
+        self._renew, done = False, False
+        self._forget_pending()  # what comes from here on comes after what the Ledger has now
+        claims = [(tier, list(self.ledger.claims(tier))) for tier in TIERS]
         try:
-            await self._writer.register(worker)
-            self._worker = worker
             for tier, keys in claims:
                 for some in _chunks(keys, self._limits.flush_max_blocks):
                     if self._renew:

@@ -48,7 +48,8 @@ class Facts(msgspec.Struct):
     batches: int = 0
     doubles: int = 0
     gaps: int = 0
-    clears: int = 0  # how often everything was forgotten, whatever the cause
+    clears: int = 0  # AllBlocksCleared
+    forgets: int = 0  # how often everything was forgotten: restart, a gap that could not be filled
     orphans: int = 0  # blocks stored under a parent that is not known
     unclaimable: int = 0  # blocks whose content our keys cannot name (media, adapter without a name, masks)
     unknown_removals: int = 0
@@ -181,7 +182,7 @@ class Ledger:
         return self._apply(seq, batch, digest)
 
     def _forget(self) -> list[IndexOp]:
-        self.facts.clears += 1
+        self.facts.forgets += 1
         self._empty()
         self.last_seq, self.last_digest = -1, 0
         self.whole = self.exhausted = self._blind = False

@@ -21,7 +21,7 @@ _REGISTER, _APPLY, _DROP, _LEARNT, _RENEW, _RELEASE = map(
 )
 _SWEEP_BEGIN, _SWEEP_STEP, _SWEEP_END = map(Script, (lua.SWEEP_BEGIN, lua.SWEEP_STEP, lua.SWEEP_END))
 
-LEASE_S = 4.0
+LEASE_S = 3.0
 COOL_S = 3.0  # registry refresh (0.25 s) + near cache (1 s) + room
 _SWEEP_COUNT = 500
 
@@ -60,6 +60,7 @@ class RedisIndexWriter:
         if self._lives:
             with contextlib.suppress(IndexUnavailable):  # otherwise the lease ends by itself
                 await self._run(_RELEASE, self.owner, *map(str, self._lives))
+            self._lives.clear()
         await self._link.close()
 
     async def register(self, worker: WorkerId) -> None:

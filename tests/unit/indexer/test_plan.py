@@ -394,7 +394,7 @@ def test_a_reconnect_to_the_same_process_goes_on() -> None:
     book, index = at(3)
     assert replay(book, index, book.connected(), range(3, 5)) is None
     assert index.held["gpu"] == set(keys(5))
-    assert book.facts.clears == 0
+    assert book.facts.forgets == 0
 
 
 def test_a_sequence_that_goes_back_is_looked_into() -> None:
