@@ -3,7 +3,7 @@
 import typing
 from pathlib import Path
 
-from router.ops import Metrics
+from router.ops import Metrics, PodRows
 from router.settings import CommonSettings, IndexSettings, ServeSettings
 
 DOCS = Path(__file__).parent
@@ -68,6 +68,17 @@ def metrics() -> str:
         labels = ", ".join(collector._labelnames)  # type: ignore[attr-defined]
         full = name + ("_total" if kind == "counter" else "")
         lines.append(f"| `{full}` | {kind} | {labels} | {collector._documentation} |")  # type: ignore[attr-defined]
+    lines += [
+        f"| `warmroute_process_{name}` | {kind} |  | {text} |"
+        for name, kind, text in (
+            ("cpu_seconds_total", "counter", "CPU time of this process"),
+            ("resident_memory_bytes", "gauge", "memory of this process"),
+            ("open_fds", "gauge", "open file descriptors"),
+            ("max_fds", "gauge", "most file descriptors it may open"),
+        )
+    ]
+    for table, kind, suffix in ((PodRows.GAUGES, "gauge", ""), (PodRows.COUNTERS, "counter", "_total")):
+        lines += [f"| `warmroute_{name}{suffix}` | {kind} | pod | {text} |" for name, text in table.values()]
     return "\n".join(lines) + "\n"
 
 

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from indexer.app import Indexer
 from indexer.follow import follow
 from router.admin import AdminPages
@@ -110,7 +112,9 @@ class Parts:
 
     def details(self) -> dict[str, Any]:
         """What /ready and /debug/pods say beyond the pods themselves."""
+        discovery = self.fleet.discovery
         return {
+            "discovery": None if discovery is None else msgspec.to_builtins(discovery.status()),
             "tokenizers": self.tokens.status(),
             "index": {**self.index.status(), "workers": self.indexer.status() if self.indexer else None},
         }

@@ -10,14 +10,60 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class PodRows(Collector):
+    """Figures of each pod, read from the fleet's own rows at each scrape, so that a pod that is gone leaves no series.
+
+    Several routers tell the same of the pods' own counters; add up over pods, take the greatest over routers.
+    """
+
+    GAUGES: ClassVar = {
+        "inflight_requests": ("pod_inflight_requests", "requests that this router has on the pod now"),
+        "booked_prefill_tokens": (
+            "pod_booked_prefill_tokens",
+            "uncached prompt tokens sent there and not yet computed",
+        ),
+        "running_requests": ("pod_running_requests", "requests running on the pod, as it says itself"),
+        "waiting_requests": ("pod_waiting_requests", "requests waiting on the pod, as it says itself"),
+        "kv_held_ratio": (
+            "pod_kv_held_ratio",
+            "share of the pod's KV blocks held by running requests, greatest of its ranks",
+        ),
+    }
+    COUNTERS: ClassVar = {
+        "requests_total": ("pod_requests", "requests that this router has sent to the pod"),
+        "cache_queries_tokens": (
+            "pod_cache_queries_tokens",
+            "prompt tokens that the pod looked up in its cache (all clients)",
+        ),
+        "cache_hits_tokens": ("pod_cache_hits_tokens", "of those, tokens that it found: delivered, not predicted"),
+    }
+
+    def __init__(self) -> None:
+        self.rows: Callable[[], list[dict[str, Any]]] = list
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample a pod and figure; a figure that is not known is absent (H73)."""
+        rows = self.rows()
+        for table, family in ((self.GAUGES, GaugeMetricFamily), (self.COUNTERS, CounterMetricFamily)):
+            for key, (name, text) in table.items():
+                metric = family(f"warmroute_{name}", text, labels=["pod"])
+                for row in rows:
+                    known = [w[key] for w in row["workers"] if w.get(key) is not None]
+                    if known:
+                        metric.add_metric([row["pod"]], max(known) if key == "kv_held_ratio" else sum(known))
+                yield metric
 
 
 class Metrics:
@@ -25,6 +71,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry(auto_describe=True)
+        ProcessCollector(namespace="warmroute", registry=self.registry)  # CPU, memory, file descriptors
 
         # -- the proxy ----------------------------------------------------------------------------------------------
         self.requests = self.counter("requests", "requests answered, by route and status", "endpoint", "status")
@@ -53,11 +100,20 @@ class Metrics:
         self.refusals = self.counter("refusals", "requests for which no worker was found", "reason")
         self.token_fallbacks = self.counter("token_fallbacks", "requests routed without exact token ids", "reason")
         self.index_fallbacks = self.counter("index_fallbacks", "lookups answered by the local view alone", "reason")
+        self.prompt_tokens = self.counter(
+            "prompt_tokens", "prompt tokens routed by exact ids, retries included", "policy"
+        )
+        self.matched_tokens = self.counter(
+            "matched_tokens", "of those, tokens predicted to be in the chosen pod's cache", "policy"
+        )
 
         # -- the fleet ----------------------------------------------------------------------------------------------
         self.pods = self.gauge("pods", "pods known, by whether they may get requests", "state")
         self.discovery_synced = self.gauge("discovery_synced_seconds", "when pods were last listed (Unix time)", "kind")
         self.discovery_restarts = self.counter("discovery_restarts", "discovery loops begun anew", "kind", "reason")
+
+        self.pod_rows = PodRows()
+        self.registry.register(self.pod_rows)
 
         # -- the index ----------------------------------------------------------------------------------------------
         self.index_up = self.gauge("index_up", "1 while the shared index answers in time, 0 while the breaker is open")

@@ -228,6 +228,9 @@ class Conductor:
         view = by_worker[decision.worker]
         booking = self._book(prepared, view, crowd_key)
         self._metrics.decisions.labels(policy=name, reason=decision.reason).inc()
+        if prepared.prompt_tokens is not None:
+            self._metrics.prompt_tokens.labels(policy=name).inc(prepared.prompt_tokens)
+            self._metrics.matched_tokens.labels(policy=name).inc(view.gpu_tokens)
         return self._choice(prepared, view, decision, name, booking)
 
     def _choice(self, prepared: Prepared, view: _View, decision: Chosen, policy: str, booking: Booking) -> Choice:

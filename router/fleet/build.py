@@ -49,6 +49,7 @@ def count_pods(fleet: Fleet, metrics: Metrics) -> None:
         metrics.pods.labels(state="not_ready").set(len(state.pods) - ready)
 
     fleet.on_change(changed)
+    metrics.pod_rows.rows = fleet.status
     changed(fleet.state)
 
 
@@ -62,6 +63,7 @@ async def start_pods(
     from router.fleet.discover import build_discovery  # kubernetes is imported only where it is asked for
 
     discovery = build_discovery(settings, fleet.set_pods, metrics)
+    fleet.discovery = discovery
     task = asyncio.create_task(discovery.run(), name="discovery")
     stack.callback(task.cancel)
 

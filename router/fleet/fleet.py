@@ -20,6 +20,7 @@ import msgspec
 from router.core.types import WorkerAddress
 from router.fleet.bookings import Bookings
 from router.fleet.breaker import Breaker
+from router.fleet.discovery import Discovery
 from router.fleet.load import LoadSample, RankLoad, is_stale, parse_metrics
 from router.fleet.state import (
     EventSource,
@@ -104,6 +105,7 @@ class Fleet:
         self._listeners: list[Callable[[FleetState], None]] = []
         self._restart_listeners: list[Callable[[str], None]] = []
         self._learnt_block_size: Callable[[WorkerAddress], int | None] = lambda _: None
+        self.discovery: Discovery | None = None  # who calls set_pods, if not the settings
 
     # -- following ------------------------------------------------------------------------------------------------
 
@@ -475,6 +477,8 @@ class Fleet:
             "running_requests": None if rank is None else rank.running_requests,
             "waiting_requests": None if rank is None else rank.waiting_requests,
             "kv_held_ratio": None if rank is None else rank.kv_held_ratio,
+            "cache_queries_tokens": None if rank is None else rank.cache_queries_tokens,
+            "cache_hits_tokens": None if rank is None else rank.cache_hits_tokens,
         }
 
 

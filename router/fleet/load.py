@@ -23,6 +23,8 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     running_requests: int | None = None
     waiting_requests: int | None = None
     kv_held_ratio: float | None = None  # blocks held by running requests, 0..1; says nothing of what is cached
+    cache_queries_tokens: float | None = None  # since its start: prompt tokens looked up in the prefix cache
+    cache_hits_tokens: float | None = None  # of those, found
 
 
 class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,8 @@ def _rank(values: Mapping[str, float]) -> RankLoad:
         running_requests=None if running is None else max(int(running), 0),
         waiting_requests=None if waiting is None else max(int(waiting), 0),
         kv_held_ratio=None if held is None else min(max(held, 0.0), 1.0),
+        cache_queries_tokens=values.get("prefix_cache_queries_total"),
+        cache_hits_tokens=values.get("prefix_cache_hits_total"),
     )
 
 
