@@ -125,6 +125,8 @@ class PodConnection(asyncio.Protocol):
         self._sent_whole = False
         transport = self.transport
         assert transport is not None
+        if self._lost or transport.is_closing():
+            raise UpstreamFailed("connect", "closed before anything was sent")
         body = request.body or b""
         if len(body) <= WRITE_PIECE_BYTES:
             transport.write(head + body if body else head)
@@ -150,7 +152,7 @@ class PodConnection(asyncio.Protocol):
         for at in range(0, len(body), WRITE_PIECE_BYTES):
             while not self._writable and not parser.has_head and self._broken is None and not self._lost:
                 await self._wait()
-            if parser.has_head or self._broken is not None or self._lost:
+            if parser.has_head or self._broken is not None or self._lost or transport.is_closing():
                 parser.keep_alive = False  # the rest of the body is not sent: nothing else can be on this connection
                 return
             transport.write(body[at : at + WRITE_PIECE_BYTES])

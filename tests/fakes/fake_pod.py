@@ -49,6 +49,8 @@ class Served:
     _chunked: bool = field(default=False)
 
     async def write(self, data: bytes) -> None:
+        if self.writer.transport.is_closing():  # uvloop raises RuntimeError on writing to one
+            raise ConnectionResetError
         self.writer.write(data)
         await self.writer.drain()
 

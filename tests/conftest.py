@@ -1,0 +1,20 @@
+"""Which event loop a test runs on: the proxy's on uvloop, which serves in production, the rest on asyncio's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+import uvloop
+
+ON_UVLOOP = ("test_proxy_", "test_upstream", "test_real_clients", "test_chaos")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Called once a test function by pytest-asyncio."""
+    if item.path.name.startswith(ON_UVLOOP):
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
