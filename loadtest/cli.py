@@ -8,24 +8,27 @@ import importlib
 from collections.abc import Sequence
 
 COMMANDS = {
-    "fleet": ("loadtest.fleet.launch", "start emulated vLLM pods"),
-    "simulate": ("loadtest.simulate", "scenarios under routing rules in virtual time"),
-    "calibrate": ("loadtest.calibrate", "measure a pod and write its profile"),
+    "run": ("loadtest.compare", "add_run_arguments", "run_one", "load one OpenAI-compatible endpoint and measure it"),
+    "compare": ("loadtest.compare", "add_arguments", "run", "the same load under several policies, on the same pods"),
+    "report": ("loadtest.compare", "add_report_arguments", "run_report", "make the reports again from a saved JSON"),
+    "fleet": ("loadtest.fleet.launch", "add_arguments", "run", "start emulated vLLM pods"),
+    "simulate": ("loadtest.simulate", "add_arguments", "run", "a fleet in virtual time, no sockets"),
+    "calibrate": ("loadtest.calibrate", "add_arguments", "run", "measure a pod's constants for a profile"),
+    "demo": ("loadtest.demo", "add_arguments", "run", "random against prefix routing on emulated pods"),
 }
-"""Subcommand -> module with `add_arguments(parser)` and `run(args) -> int`, and its help."""
+"""Subcommand -> module, its function that adds flags, its function that runs, help."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="warmroute loadtest", description="Load test and emulated fleet")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, text) in COMMANDS.items():
+    for name, (_, _, _, text) in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    known, rest = parser.parse_known_args(list(argv[:1]))
-    module = importlib.import_module(COMMANDS[known.command][0])
-    sub = argparse.ArgumentParser(
-        prog=f"warmroute {'' if known.command == 'demo' else 'loadtest '}{known.command}",
-        description=COMMANDS[known.command][1],
-    )
-    module.add_arguments(sub)
-    return int(module.run(sub.parse_args(list(argv[1:]) + rest)))
+    name = parser.parse_args(list(argv[:1])).command
+    module_name, add, run, text = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    prog = "warmroute demo" if name == "demo" else f"warmroute loadtest {name}"
+    sub = argparse.ArgumentParser(prog=prog, description=text)
+    getattr(module, add)(sub)
+    return int(getattr(module, run)(sub.parse_args(list(argv[1:]))))

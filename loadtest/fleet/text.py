@@ -17,7 +17,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-TINY_MODEL = Path(__file__).parent.parent / "data" / "tiny-model"
+TINY_MODEL = Path(__file__).resolve().parent.parent / "data" / "tiny-model"
 """The tokenizer and template that come with the package."""
 
 
@@ -33,7 +33,7 @@ class ModelText:
         self._template = _load_template(directory)
         self._cache: OrderedDict[tuple[str, bool], tuple[int, ...]] = OrderedDict()
         self._cache_entries = cache_entries
-        self._words = self._plain_words(words)
+        self.plain_words = self._find_plain_words(words)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of `text`. Whole texts are remembered (a load test repeats them), bounded by count."""
@@ -76,7 +76,7 @@ class ModelText:
 
         Put together and tokenized again they give the same ids, so that a chat's next turn finds them in the cache.
         """
-        ids = [i for i, _ in self._words]
+        ids = [i for i, _ in self.plain_words]
         rng = Random(seed)
         start, stride = rng.randrange(len(ids)), 2 * rng.randrange(1, len(ids) // 2) + 1
         return [ids[(start + n * stride) % len(ids)] for n in range(length_tokens)]
@@ -86,7 +86,7 @@ class ModelText:
         text = self._text_of_word
         return "".join([text[i] for i in ids])
 
-    def _plain_words(self, wanted: int) -> list[tuple[int, str]]:
+    def _find_plain_words(self, wanted: int) -> list[tuple[int, str]]:
         """Ids that decode to one space and some of a-z, and that come back alone when their text is tokenized."""
         vocabulary = sorted(self.tokenizer.get_vocab(with_added_tokens=False).values())
         texts = self.tokenizer.decode_batch([[i] for i in vocabulary], skip_special_tokens=False)
@@ -108,7 +108,7 @@ def _load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no tokenizer.json; name a model directory that has one")
-    if directory == TINY_MODEL:
+    if directory.resolve() == TINY_MODEL:
         return Tokenizer.from_file(str(path))
     from transformers import AutoTokenizer
 

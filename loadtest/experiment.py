@@ -1,0 +1,155 @@
+"""A scenario file as the crowd takes it: scenarios/*.toml -> stages to send over HTTP.
+
+The same files that `simulate` reads; of them a crowd needs [[workload]] and the optional [client]. What shapes the
+emulated fleet ([world], [[events]]) is `simulate`'s business.
+Reads files; decides nothing. May import: the standard library, msgspec, loadtest.workload.
+"""
+
+import gzip
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from loadtest import workload
+from loadtest.workload import Session, Stage, Workload
+
+SCENARIOS_DIR = Path(__file__).parent / "scenarios"
+
+KINDS: Mapping[str, Callable[..., Workload]] = {
+    "ladder": workload.ladder,
+    "shared-prefix": workload.shared_prefix,
+    "cold": workload.cold,
+    "chat": workload.chat,
+    "bursts": workload.bursts,
+    "rag": workload.rag,
+}
+TRACES: Mapping[str, Callable[..., Workload]] = {
+    "timed-trace": workload.timed_trace,
+    "agent-trace": workload.agent_trace,
+    "message-trace": workload.message_trace,
+}
+
+
+class ScenarioError(Exception):
+    """A scenario cannot be used; the text says which, why, and what to do."""
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a crowd sends it."""
+
+    api: Literal["chat", "completions"] = "chat"
+    warmup_s: float = 0.0  # the first seconds of a single-stage open loop are sent but not measured
+    concurrency: int | None = None  # closed loop: this many sessions at a time instead of arrivals by rate
+    closed_loop_s: float = 0.0  # closed loop: no session begins later; 0 = all of them are sent
+    slo_ttft_s: float = 1.0  # goodput counts answers within both
+    slo_tpot_s: float = 0.1
+
+
+class Experiment(msgspec.Struct, frozen=True, kw_only=True):
+    """What to send, and how."""
+
+    name: str
+    about: str = ""
+    workload: list[dict[str, Any]]
+    client: Client = Client()
+    folder: str = ""
+
+    def build(self, seed: int) -> Workload:
+        """The workload. Raises ScenarioError when the arguments do not fit the kind."""
+        parts = [self._part(part, seed + 7919 * n) for n, part in enumerate(self.workload)]
+        built = parts[0] if len(parts) == 1 else workload.mixed(self.name, parts)
+        return Workload(self.name, tuple(s for stage in built.stages for s in self._shape(stage)))
+
+    def _part(self, part: Mapping[str, Any], seed: int) -> Workload:
+        args = dict(part)
+        kind = args.pop("kind", None)
+        file = args.pop("file", None)
+        try:
+            if kind in KINDS:
+                if kind == "rag" and file:
+                    args["document_tokens"] = [_document_tokens(row) for row in self._rows(file)]
+                return KINDS[kind](seed, **args)
+            if kind not in TRACES:
+                raise ScenarioError(f"scenario {self.name}: no kind {kind!r}; known: {', '.join([*KINDS, *TRACES])}")
+            if not file:
+                raise ScenarioError(f"scenario {self.name}: kind {kind!r} needs a file")
+            if kind == "timed-trace":
+                args.setdefault("seconds", 60.0)
+            return TRACES[kind](list(self._rows(file)), **args)
+        except TypeError as exc:
+            raise ScenarioError(f"scenario {self.name}: [[workload]] does not fit kind {kind!r}: {exc}") from exc
+
+    def _shape(self, stage: Stage) -> list[Stage]:
+        """Closed loop or warm-up, where asked for."""
+        c = self.client
+        if c.concurrency:
+            return [msgspec.structs.replace(stage, concurrency=c.concurrency, seconds=c.closed_loop_s, rate_per_s=0.0)]
+        if not c.warmup_s or not stage.measured or stage.concurrency:
+            return [stage]
+        early = tuple(s for s in stage.sessions if s.start_s < c.warmup_s)
+        late = tuple(Session(s.start_s - c.warmup_s, s.turns) for s in stage.sessions if s.start_s >= c.warmup_s)
+        return [
+            msgspec.structs.replace(stage, name="warm-up", sessions=early, seconds=c.warmup_s, measured=False),
+            msgspec.structs.replace(stage, sessions=late, seconds=stage.seconds - c.warmup_s),
+        ]
+
+    def _rows(self, file: str) -> Iterator[Mapping[str, Any]]:
+        for path in (Path(file), Path(self.folder) / file, Path(self.folder) / "traces" / file):
+            if path.is_file():
+                break
+        else:
+            raise ScenarioError(f"scenario {self.name}: no trace file {file}; name it with --trace PATH")
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    yield json.loads(line)
+
+
+def load_experiment(name_or_path: str, changes: Mapping[str, Any] | None = None) -> Experiment:
+    """A scenario by its name in scenarios/, or by the path of a .toml file. Raises ScenarioError.
+
+    `changes` replaces fields of [client] where there is one of that name, else arguments of every [[workload]].
+    """
+    path = Path(name_or_path) if name_or_path.endswith(".toml") else SCENARIOS_DIR / f"{name_or_path}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in SCENARIOS_DIR.glob("*.toml")))
+        raise ScenarioError(f"no scenario {name_or_path!r}; known: {known}, or give the path of a .toml file")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        for key, value in (changes or {}).items():
+            if key in Client.__struct_fields__:
+                raw.setdefault("client", {})[key] = value
+            else:
+                raw["workload"] = [part | {key: value} for part in raw.get("workload", [])]
+        experiment = msgspec.convert({"name": path.stem, "folder": str(path.parent)} | raw, Experiment)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as exc:
+        raise ScenarioError(f"scenario {path.name}: {exc}") from exc
+    if not experiment.workload:
+        raise ScenarioError(f"scenario {path.name} has no [[workload]]")
+    return experiment
+
+
+def faster(built: Workload, speed: float) -> Workload:
+    """The same workload on a clock that runs `speed` times as fast: all times divided by it."""
+    if speed == 1.0:
+        return built
+    return Workload(built.name, tuple(_faster_stage(s, speed) for s in built.stages))
+
+
+def _faster_stage(stage: Stage, speed: float) -> Stage:
+    sessions = tuple(
+        Session(s.start_s / speed, tuple(msgspec.structs.replace(t, think_s=t.think_s / speed) for t in s.turns))
+        for s in stage.sessions
+    )
+    return msgspec.structs.replace(
+        stage, sessions=sessions, seconds=stage.seconds / speed, rate_per_s=stage.rate_per_s * speed
+    )
+
+
+def _document_tokens(row: Mapping[str, Any]) -> int:
+    text = row.get("context") or row.get("document") or row.get("text") or ""
+    return max(len(text) // 4, 1)

@@ -1,0 +1,180 @@
+"""Run a plan: arms in turn on the same pods, caches emptied between, every stage measured.
+
+May import: the standard library, aiohttp, msgspec, the rooms of loadtest but the fleet.
+"""
+
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from loadtest.crowd import Live, Target
+from loadtest.crowds import Crowds, Recipe
+from loadtest.pods import TIMEOUT, Pods, difference
+from loadtest.samples import ArmRun, Gaps, Run, StageOutcome
+
+
+class PlanError(Exception):
+    """The plan cannot be carried out; the text says why and what to do."""
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """One way to reach the pods: a policy of the router by header, or URLs taken in turn."""
+
+    name: str
+    urls: tuple[str, ...]
+    policy: str | None = None
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides what is sent where."""
+
+    arms: Sequence[Arm]
+    recipe: Recipe
+    model: str
+    pods: Sequence[str] = ()
+    repeats: int = 1
+    headers: Mapping[str, str] = {}
+    extra_body: Mapping[str, Any] = {}
+    timeout_s: float = 600.0
+    drain_limit_s: float = 600.0
+    late_limit_s: float = 0.05
+    command: str = ""
+
+
+Watch = Callable[[str, str, int, int, Live], None]
+"""(arm, stage, number of the stage counted over all arms, how many, live counts)."""
+
+
+async def execute(plan: Plan, watch: Watch) -> Run:
+    """All arms, all repeats. Raises PlanError before anything is sent when the plan cannot work."""
+    await _check_arms(plan)
+    recipe = plan.recipe
+    run = Run(
+        name=recipe.experiment.name,
+        workload=recipe.experiment.about or recipe.experiment.name,
+        seed=recipe.seed,
+        started_unix_s=time.time(),
+        command=plan.command,
+        machine=f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        target=", ".join(dict.fromkeys(u for a in plan.arms for u in a.urls)),
+        model=plan.model,
+        client_processes=recipe.client_processes,
+        exact_lengths=recipe.tokenizer is not None,
+        emulated=None,
+        slo_ttft_s=recipe.experiment.client.slo_ttft_s,
+        slo_tpot_s=recipe.experiment.client.slo_tpot_s,
+        late_limit_s=plan.late_limit_s,
+        runs=[],
+    )
+    async with Pods(plan.pods) as pods, Crowds(recipe) as crowds:
+        run.emulated = _emulated(await pods.emulated(), recipe.speed)
+        for repeat in range(plan.repeats):
+            arms = plan.arms if repeat % 2 == 0 else list(reversed(plan.arms))  # a drift of the machine hits all alike
+            for arm in arms:
+                run.runs.append(await _run_arm(plan, arm, repeat, pods, crowds, watch, done=len(run.runs)))
+    return run
+
+
+async def _run_arm(plan: Plan, arm: Arm, repeat: int, pods: Pods, crowds: Crowds, watch: Watch, *, done: int) -> ArmRun:
+    reset = await pods.reset(plan.model)
+    headers = dict(plan.headers)
+    if arm.policy is not None:
+        headers["x-warmroute-policy"] = arm.policy
+    target = Target(
+        urls=arm.urls,
+        model=plan.model,
+        api=plan.recipe.experiment.client.api,
+        headers=headers,
+        extra_body=plan.extra_body,
+        timeout_s=plan.timeout_s,
+        drain_limit_s=plan.drain_limit_s,
+    )
+    await crowds.begin(target, "" if reset else uuid.uuid4().hex)
+    result = ArmRun(arm.name, repeat, [], reset)
+    stages = crowds.workload.stages
+    for n, stage in enumerate(stages):
+        number = done * len(stages) + n + 1
+        total = len(plan.arms) * plan.repeats * len(stages)
+
+        def tell(live: Live, name: str = stage.name, number: int = number, total: int = total) -> None:
+            watch(arm.name, name, number, total, live)
+
+        before = await pods.counters()
+        outcome = await crowds.run(n, tell)
+        outcome.pods = difference(before, await pods.counters())
+        late = [float(s["late_s"]) for s in await pods.emulated()]
+        outcome.fleet_late_s = max(late) if late else None
+        result.stages.append(in_emulated_time(outcome, plan.recipe.speed))
+    return result
+
+
+def in_emulated_time(stage: StageOutcome, speed: float) -> StageOutcome:
+    """Durations in the pods' own seconds: what was measured times the speed. Lateness stays in real seconds."""
+    if speed == 1.0:
+        return stage
+    for s in stage.samples:
+        s.at_s *= speed
+        s.e2e_s *= speed
+        if s.ttft_s is not None:
+            s.ttft_s *= speed
+    stage.gaps = Gaps.scaled(stage.gaps, speed)
+    stage.seconds *= speed
+    stage.wall_s *= speed
+    stage.rate_per_s /= speed
+    return stage
+
+
+def _emulated(states: Sequence[Mapping[str, Any]], speed: float) -> str | None:
+    if not states:
+        return None
+    kinds = sorted({f"{s['profile']}{'' if s['calibrated'] else ' (uncalibrated)'}" for s in states})
+    pace = "" if speed == 1.0 else f", at {speed:g} x real time; durations are in the pods' own seconds"
+    speeds = {float(s["speed"]) for s in states}
+    if speeds != {speed}:
+        raise PlanError(
+            f"the pods run at --speed {sorted(speeds)} and the load at {speed:g}; give both the same --speed"
+        )
+    return f"{len(states)} emulated pods, profile {', '.join(kinds)}{pace}"
+
+
+async def _check_arms(plan: Plan) -> None:
+    """One small request by each arm, so that a wrong URL, model or header shows before the load does."""
+    body = {"model": plan.model, "prompt": "hello", "max_tokens": 1}
+    async with aiohttp.ClientSession(timeout=TIMEOUT, headers=dict(plan.headers)) as http:
+        for arm in plan.arms:
+            headers = {"x-warmroute-policy": arm.policy} if arm.policy else {}
+            for url in arm.urls:
+                try:
+                    async with http.post(url + "/v1/completions", json=body, headers=headers) as reply:
+                        text = (await reply.text())[:300]
+                        answered = reply.headers.get("x-warmroute-policy")
+                except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+                    raise PlanError(f"{url} does not answer ({type(exc).__name__}); is it up?") from exc
+                if reply.status != 200:
+                    raise PlanError(f"{url} answers {reply.status} to a request for model {plan.model!r}: {text}")
+                if arm.policy and answered not in (None, arm.policy):
+                    raise PlanError(
+                        f"{url} routed by {answered!r} though asked for {arm.policy!r}; start the router with "
+                        "--allow-policy-header, or compare URLs with --arm"
+                    )
+
+
+async def first_model(url: str, headers: Mapping[str, str]) -> str:
+    """The first model that the URL lists. Raises PlanError."""
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=TIMEOUT, headers=dict(headers)) as http,
+            http.get(url + "/v1/models") as reply,
+        ):
+            data = (await reply.json())["data"]
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as exc:
+        raise PlanError(f"{url}/v1/models cannot be read ({type(exc).__name__}); is the router up?") from exc
+    if not data:
+        raise PlanError(f"{url}/v1/models lists no model yet; wait for a pod, or give --model")
+    return str(data[0]["id"])
