@@ -70,7 +70,7 @@ class RetryBudget:
 
     def spend(self) -> bool:
         """Take one retry; False when the share is used up."""
-        if self._credit < 1.0:
+        if self._credit < 1.0 - 1e-9:  # ten tenths are one
             return False
         self._credit -= 1.0
         return True

@@ -324,6 +324,7 @@ class Exchange:
     def _note_failure(self, choice: Choice, kind: FailureKind | None) -> None:
         if kind is None:
             return
+        self._attempts.failed(kind)
         if kind != "ambiguous":  # an idle connection that was closed says nothing about the worker
             self._parts.fleet.failed(choice.worker, kind)
         self._parts.metrics.pod_failures.labels(kind).inc()
@@ -332,7 +333,6 @@ class Exchange:
         self._note_failure(choice, kind)
         if self._response is not None:
             return await self._break_off("the pod broke off", kind)
-        self._attempts.failed(kind)
         return Failure(kind)
 
     async def _timed_out(self, choice: Choice, on: Waiting) -> web.StreamResponse | Failure:
