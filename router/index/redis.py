@@ -191,11 +191,9 @@ class RedisIndexReader:
         if deadline_s <= 0:
             raise IndexUnavailable("deadline")
         flat, version = await self._link.call(("HGETALL", self._reg), ("GET", self._ver), deadline_s=deadline_s)
-        try:
-            registry = parse_registry(flat) if version else EMPTY
-        except (ValueError, IndexError, AttributeError) as exc:
-            self._last_error = f"registry: {exc}"
-            raise IndexUnavailable("reply") from exc
+        if not isinstance(flat, list):
+            raise IndexUnavailable("reply")
+        registry = parse_registry(flat) if version else EMPTY
         self._refreshed_s = self._clock()
         self._take(registry)
 

@@ -3,11 +3,13 @@
 May import: msgspec, router.core, router.index.lua (names only).
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from router.core.types import TIERS, Tier, WorkerAddress
+from router.index.lua import MAX_SLOTS
 
 
 class Registry(msgspec.Struct, frozen=True):
@@ -27,19 +29,32 @@ EMPTY = Registry()
 
 
 def parse_registry(flat: Sequence[bytes]) -> Registry:
-    """From a HGETALL reply (field, value, field, ...). Empty: EMPTY. Raises ValueError for strange fields."""
-    fields = {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat) - 1, 2)}
+    """From a HGETALL reply (field, value, field, ...). Fields that we never wrote are passed over."""
+    fields = {
+        flat[i].decode("utf-8", "replace"): flat[i + 1].decode("utf-8", "replace") for i in range(0, len(flat), 2)
+    }
     epoch = fields.get("epoch")
     if epoch is None:
         return EMPTY
-    names = {int(f[2:]): address_of(v) for f, v in fields.items() if f.startswith("s:")}
+    names: dict[int, WorkerAddress] = {}
+    lives: dict[WorkerAddress, str] = {}
+    sizes: dict[WorkerAddress, int] = {}
+    for field, value in fields.items():
+        kind, rest = field[:2], field[2:]
+        with contextlib.suppress(ValueError):
+            if kind == "s:" and 0 <= int(rest) < MAX_SLOTS:
+                names[int(rest)] = address_of(value)
+            elif kind == "a:":
+                lives[address_of(rest)] = value
+            elif kind == "b:" and int(value) > 0:
+                sizes[address_of(rest)] = int(value)
     known = set(fields.get("tiers", "gpu").split(","))
     return Registry(
         version=f"{epoch}:{fields.get('n', '')}".encode(),
         epoch=epoch,
         names=names,
-        lives={address_of(f[2:]): v for f, v in fields.items() if f.startswith("a:")},
-        sizes={address_of(f[2:]): int(v) for f, v in fields.items() if f.startswith("b:")},
+        lives=lives,
+        sizes=sizes,
         live_mask=sum(1 << slot for slot in names),
         retired_slots=sum(f.startswith("r:") for f in fields),
         tiers=tuple(t for t in TIERS if t in known or t == "gpu"),

@@ -145,7 +145,7 @@ async def test_late_start_gap_and_replay_end_where_the_whole_stream_ends(
 async def test_a_replay_that_begins_too_late_drops_what_is_uncertain(scribe: Scribe) -> None:
     with contextlib.closing(Publisher(buffer_batches=3)) as publisher:
         scribe.indexer.set_pods([spec(publisher)])
-        await until(lambda: scribe.state()["connected"])
+        await until(lambda: scribe.state()["last_replay"])
         publisher.publish(batch(1, 0))
         publisher.publish(batch(1, 1))
         await scribe.reached(1)
@@ -204,7 +204,7 @@ async def test_killed_and_started_again_at_the_same_address(scribe: Scribe) -> N
     first = Killable()
     try:
         scribe.indexer.set_pods([SourceSpec(POD, "m", first.events, first.replay)])
-        await until(lambda: scribe.state()["connected"])
+        await until(lambda: scribe.state()["last_replay"])
         for block in range(5):
             first.publish(batch(1, block))
         await scribe.reached(4)
@@ -229,13 +229,13 @@ async def test_killed_and_started_again_at_the_same_address(scribe: Scribe) -> N
 
 async def test_a_cut_connection_to_the_same_process_loses_nothing(scribe: Scribe, publisher: Publisher) -> None:
     scribe.indexer.set_pods([spec(publisher)])
-    await until(lambda: scribe.state()["connected"])
+    await until(lambda: scribe.state()["last_replay"])
     for block in range(3):
         publisher.publish(batch(1, block))
     await scribe.reached(2)
-    connections = scribe.state()["connections"]
+    replays = scribe.state()["replays"]
     scribe.indexer._consumers[POD].source.reconnect()
-    await until(lambda: scribe.state()["connections"] > connections and scribe.state()["connected"])
+    await until(lambda: scribe.state()["replays"] > replays and scribe.state()["connected"])
     publisher.publish(batch(1, 3))
     await scribe.reached(3)
     assert scribe.depth(keys_of(1, 4)) == 4
@@ -244,7 +244,7 @@ async def test_a_cut_connection_to_the_same_process_loses_nothing(scribe: Scribe
 
 async def test_told_of_a_restart_it_forgets_at_once_and_learns_anew(scribe: Scribe, publisher: Publisher) -> None:
     scribe.indexer.set_pods([spec(publisher)])
-    await until(lambda: scribe.state()["connected"])
+    await until(lambda: scribe.state()["last_replay"])
     publisher.publish(batch(1, 0))
     await scribe.reached(0)
     scribe.indexer.restarted(POD.pod)
@@ -256,16 +256,18 @@ async def test_told_of_a_restart_it_forgets_at_once_and_learns_anew(scribe: Scri
 async def test_without_a_replay_endpoint_a_gap_and_a_reconnect_start_cold(scribe: Scribe) -> None:
     with contextlib.closing(Publisher(replay=None)) as publisher:
         scribe.indexer.set_pods([spec(publisher)])
-        await until(lambda: scribe.state()["connected"])
+        await until(lambda: scribe.state()["last_replay"])
         publisher.publish(batch(1, 0))
         await scribe.reached(0)
         publisher.publish(batch(2, 0), lose=True)
         publisher.publish(batch(3, 0))
         await scribe.reached(2)
         assert [scribe.depth(keys_of(chat, 1)) for chat in (1, 2, 3)] == [0, 0, 1]
+        replays = scribe.state()["replays"]
         scribe.indexer._consumers[POD].source.reconnect()
-        await until(lambda: scribe.state()["blocks"]["gpu"] == 0)
-        await until(lambda: scribe.state()["connected"])
+        await until(lambda: scribe.state()["replays"] > replays and scribe.state()["connected"])
+        assert scribe.state()["blocks"]["gpu"] == 0
+        await asyncio.sleep(0.3)  # nothing tells when the subscription has reached the publisher
         publisher.publish(batch(4, 0))
         await scribe.reached(3)
         assert [scribe.depth(keys_of(chat, 1)) for chat in (3, 4)] == [0, 1]
@@ -281,7 +283,7 @@ async def test_a_start_whose_replay_is_not_answered_tries_again(publisher: Publi
         for block in range(4):
             publisher.publish(batch(1, block))
         scribe.indexer.set_pods([spec(publisher)])
-        await until(lambda: scribe.state()["replays"] >= 1 and scribe.state()["connected"])
+        await until(lambda: scribe.state()["replays"] >= 1 and scribe.state()["last_replay"])
         publisher.publish(batch(1, 4))
         await until(lambda: scribe.state()["last_seq"] == 4)
         assert scribe.depth(keys_of(1, 5)) == 0
@@ -294,7 +296,7 @@ async def test_a_start_whose_replay_is_not_answered_tries_again(publisher: Publi
 
 async def test_garbage_and_future_events_do_not_stop_it(scribe: Scribe, publisher: Publisher) -> None:
     scribe.indexer.set_pods([spec(publisher)])
-    await until(lambda: scribe.state()["connected"])
+    await until(lambda: scribe.state()["last_replay"])
     publisher.publish(batch(1, 0))
     await scribe.reached(0)
     publisher.publish(b"\xc1 not msgpack")
@@ -322,7 +324,7 @@ async def test_ranks_are_workers_of_their_own(scribe: Scribe) -> None:
         break
     with contextlib.closing(base), contextlib.closing(other):
         scribe.indexer.set_pods(rank_specs(POD.pod, "m", base.events, base.replay, ranks=2))
-        await until(lambda: all(s["connected"] for s in scribe.indexer.status().values()))
+        await until(lambda: all(s["last_replay"] for s in scribe.indexer.status().values()))
         base.publish(batch(1, 0))
         other.publish(batch(2, 0))
         first, second = WorkerAddress(POD.pod, 0), WorkerAddress(POD.pod, 1)
@@ -337,7 +339,7 @@ async def test_a_removed_pod_leaves_nothing_even_with_events_queued(scribe: Scri
         gone, stays = WorkerAddress("http://gone"), WorkerAddress("http://stays")
         specs = [spec(publisher, gone), spec(other, stays)]
         scribe.indexer.set_pods(specs)
-        await until(lambda: all(s["connected"] for s in scribe.indexer.status().values()))
+        await until(lambda: all(s["last_replay"] for s in scribe.indexer.status().values()))
         for chat in range(1000):
             publisher.publish(batch(chat, 0))
         other.publish(batch(1, 0))
@@ -357,7 +359,7 @@ async def test_a_removed_pod_leaves_nothing_even_with_events_queued(scribe: Scri
 
 async def test_an_unchanged_list_changes_nothing(scribe: Scribe, publisher: Publisher) -> None:
     scribe.indexer.set_pods([spec(publisher)])
-    await until(lambda: scribe.state()["connected"])
+    await until(lambda: scribe.state()["last_replay"])
     publisher.publish(batch(1, 0))
     await scribe.reached(0)
     before = scribe.state()
@@ -370,7 +372,7 @@ async def test_an_unchanged_list_changes_nothing(scribe: Scribe, publisher: Publ
 
 async def test_a_flood_ends_in_the_right_state(scribe: Scribe, publisher: Publisher) -> None:
     scribe.indexer.set_pods([spec(publisher)])
-    await until(lambda: scribe.state()["connected"])
+    await until(lambda: scribe.state()["last_replay"])
     held: Counter[int] = Counter()
     for n in range(5000):
         chat = n * 7919 % 500
