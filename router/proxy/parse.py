@@ -33,6 +33,7 @@ class _Fields(msgspec.Struct):
     prompt_logprobs: Any = None
     echo: Any = False
     logprobs: Any = None
+    top_logprobs: Any = 0
     previous_response_id: Any = None
 
 
@@ -72,7 +73,7 @@ def parse(
         if not needs_model:
             return NOTHING
         raise HttpError(400, f"The request body is not usable: {exc}.", code="invalid_body") from None
-    return _checked(fields, text, needs_model=needs_model)
+    return _checked(fields, text, endpoint)
 
 
 def decode(text: bytes) -> _Fields:
@@ -96,15 +97,17 @@ def decode(text: bytes) -> _Fields:
     return _Fields(**{name: value[name] for name in _Fields.__struct_fields__ if name in value})
 
 
-def _checked(fields: _Fields, text: bytes, *, needs_model: bool) -> Parsed:
+def _checked(fields: _Fields, text: bytes, endpoint: str) -> Parsed:
     model = fields.model
     if not isinstance(model, str):
-        if needs_model:
+        if endpoint in NEEDS_MODEL:
             problem = "is required" if model is None else "must be a string"
             raise HttpError(400, f"The field `model` {problem}; GET /v1/models lists what is served.", param="model")
         model = None
     salt, previous = fields.cache_salt, fields.previous_response_id
-    skips = fields.prompt_logprobs is not None or (bool(fields.echo) and fields.logprobs not in (None, False))
+    # As vLLM's request classes do it: what would be echoed with log-probabilities is computed, not taken from the cache.
+    echoed = fields.top_logprobs if endpoint == "/v1/chat/completions" else fields.logprobs
+    skips = fields.prompt_logprobs is not None or (bool(fields.echo) and echoed is not None)
     return Parsed(
         model=model,
         stream=fields.stream is True,
