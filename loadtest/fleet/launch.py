@@ -95,6 +95,11 @@ class RunningPod:
         if freeze:
             for site in list(runner.sites):
                 await site.stop()
+            for connection in list(runner.server.connections) if runner.server is not None else ():
+                if connection._current_request is None:  # as uvicorn: idle connections are closed, busy ones stay
+                    connection.close()
+                    if connection.transport is not None:
+                        connection.transport.close()
             return
         if runner.server is not None:
             for connection in list(runner.server.connections):

@@ -1,0 +1,169 @@
+"""A router process that finds emulated pods through the API stand-in, while clients keep asking.
+
+The bounds are those promised for a working watch; the waits are generous, the counts are not.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from loadtest.fleet.text import TINY_MODEL
+from tests.fakes.kube_api import KubeApi, kube_api
+from tests.fakes.kube_world import Cluster, Crowd, Process, warmroute
+
+ARGS = [
+    "serve",
+    "--host=127.0.0.1",
+    "--port=0",
+    "--admin-port=0",
+    "--discovery=kubernetes",
+    "--selector=app=vllm",
+    f"--tokenizer=tiny={TINY_MODEL}",
+]
+PRE_STOP_S = 2.5  # the chart's is 5 s; what must hold is that the router has turned away before it ends
+
+
+@asynccontextmanager
+async def world(tmp_path: Path, pods: int) -> AsyncIterator[tuple[KubeApi, Cluster, Process]]:
+    async with kube_api() as api:
+        cluster = Cluster(api)
+        try:
+            for _ in range(pods):
+                await cluster.add()
+            config = str(api.kubeconfig(tmp_path))
+            async with warmroute([*ARGS, "--namespace=serving"], tmp_path / "router.log", KUBECONFIG=config) as router:
+                await router.listening("client", "admin")
+                if pods:
+                    await until_ready(router, pods)
+                yield api, cluster, router
+        finally:
+            await cluster.stop()
+
+
+async def until_ready(router: Process, pods: int, within_s: float = 30.0) -> None:
+    """Polls /ready until it counts so many pods as ready."""
+    seen: object = None
+    try:
+        async with asyncio.timeout(within_s), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(f"{router.url}/ready") as reply:
+                    seen = await reply.json()
+                if seen["pods_ready"] == pods:  # type: ignore[index]
+                    return
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"{pods} ready pods were expected: {seen}\n{router.text}") from None
+
+
+async def test_a_rollout_with_the_charts_settings_loses_nothing(tmp_path: Path) -> None:  # H23, H69
+    async with world(tmp_path, 2) as (_, cluster, router), Crowd(router.url) as crowd:
+        await crowd.more()
+        old = list(cluster.pods)
+        for pod in old:  # as a Deployment does: a new one first, then an old one goes
+            await cluster.add()
+            await until_ready(router, 3)
+            await pod.terminate(pre_stop_s=PRE_STOP_S, drain_s=30.0)
+            await until_ready(router, 2)
+        before = sum(pod.requests for pod in old)
+        await crowd.more()
+        assert sum(pod.requests for pod in old) == before
+        assert crowd.failed == crowd.broken == crowd.silent == []
+
+
+async def test_a_rollout_with_vllms_defaults_cuts_nothing_silently(tmp_path: Path) -> None:
+    async with world(tmp_path, 2) as (_, cluster, router), Crowd(router.url, answer_tokens=300) as crowd:
+        await crowd.more(5)
+        victim = cluster.pods[0]
+        async with asyncio.timeout(30.0):
+            while victim.streaming == 0:
+                await asyncio.sleep(0.005)
+        await victim.terminate_as_by_default()
+        await until_ready(router, 1)
+        async with asyncio.timeout(30.0):
+            while not crowd.broken:
+                await asyncio.sleep(0.05)
+        await crowd.more(20, within_s=60.0)
+        assert crowd.silent == []
+        assert crowd.failed == [], "who had no byte yet was sent to the other pod"
+
+
+async def test_an_evicted_pod_gets_nothing_two_seconds_later(tmp_path: Path) -> None:
+    async with world(tmp_path, 2) as (_, cluster, router), Crowd(router.url) as crowd:
+        await crowd.more()
+        evicted = cluster.pods[0]
+        evicted.evict()
+        await asyncio.sleep(2.0)  # the bound itself
+        before = evicted.requests
+        await crowd.more()
+        assert evicted.requests == before
+        assert crowd.failed == crowd.silent == []
+
+
+async def test_h30_to_zero_and_back(tmp_path: Path) -> None:
+    async with world(tmp_path, 0) as (_, cluster, router), aiohttp.ClientSession() as session:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "anybody?"}], "max_tokens": 4}
+
+        async def ask() -> tuple[int, str | None]:
+            async with session.post(f"{router.url}/v1/chat/completions", json=body) as reply:
+                await reply.read()
+                return reply.status, reply.headers.get("Retry-After")
+
+        async with session.get(f"{router.url}/ready?scope=self") as reply:
+            assert reply.status == 200, "the chart's probe: an empty fleet is not the router's fault"
+        status, retry_after = await asyncio.wait_for(ask(), 5.0)
+        assert status == 503, "quickly, not held until somebody comes"
+        assert retry_after is not None
+        pod = await cluster.add()
+        await until_ready(router, 1)
+        assert (await ask())[0] == 200
+        await pod.terminate(pre_stop_s=0.5, drain_s=10.0)
+        await until_ready(router, 0)
+        assert (await ask())[0] == 503
+        await cluster.add()
+        await until_ready(router, 1)
+        assert (await ask())[0] == 200
+
+
+async def test_the_api_server_goes_away_and_comes_back(tmp_path: Path) -> None:
+    await api_away(tmp_path, away_s=3.0)
+
+
+@pytest.mark.slow
+async def test_the_api_server_is_away_for_a_minute(tmp_path: Path) -> None:
+    await api_away(tmp_path, away_s=60.0)
+
+
+async def api_away(tmp_path: Path, away_s: float) -> None:
+    """The fleet is kept, its changes meanwhile are taken up afterwards, and no client notices."""
+    async with world(tmp_path, 2) as (api, cluster, router), Crowd(router.url) as crowd:
+        await crowd.more()
+        await api.stop()
+        await asyncio.sleep(away_s)
+        await cluster.add()
+        await crowd.more()
+        await until_ready(router, 2)
+        await api.start()
+        await until_ready(router, 3)
+        assert crowd.failed == crowd.broken == crowd.silent == []
+
+
+@pytest.mark.slow
+async def test_token_rotation_and_a_silent_watch_at_the_default_pace(tmp_path: Path) -> None:
+    """H27 and H29 against the clock: 75 s and 6 minutes are promised."""
+    async with world(tmp_path, 1) as (api, cluster, router), Crowd(router.url) as crowd:
+        api.valid_tokens = {"second"}
+        (tmp_path / "token").write_text("second")
+        api.silent = True
+        await cluster.add()
+        await until_ready(router, 2, within_s=75.0)
+        api.silent = False
+        api.compact()
+        api.cut_watches()
+        await cluster.add()
+        await until_ready(router, 3)
+        await crowd.more()
+        assert crowd.failed == crowd.broken == crowd.silent == []
