@@ -1,0 +1,187 @@
+"""The crowd over real sockets against emulated pods: arms, sessions, processes, and paths that hide something."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from loadtest.__main__ import main
+from loadtest.crowds import Recipe
+from loadtest.experiment import Client, Experiment
+from loadtest.fleet import TINY_MODEL, PodConfig, running_fleet
+from loadtest.report import doubts, summaries
+from loadtest.run import Arm, Plan, PlanError, execute
+from loadtest.samples import Run
+from tests.integration.test_fleet import PROFILE
+
+QUICK = {"kind": "shared-prefix", "groups": 3, "prefix_tokens": 200, "question_tokens": 20, "output_tokens": 10}
+GROUPS = Experiment(name="groups", workload=[QUICK | {"rate": 25.0, "seconds": 1.0}], client=Client(api="completions"))
+CHATS = Experiment(
+    name="chats",
+    workload=[
+        {"kind": "chat", "rate": 8.0, "seconds": 1.0, "systems": 2, "system_tokens": 100, "turns_mean": 3.0}
+        | {"first_tokens": 20, "next_tokens": 20, "output_tokens": 20, "think_s": 0.01}
+    ],
+    client=Client(concurrency=4),
+)
+
+
+def plan_of(arms: list[Arm], experiment: Experiment = GROUPS, processes: int = 1, **changes: object) -> Plan:
+    recipe = Recipe(experiment=experiment, seed=3, speed=1.0, tokenizer=TINY_MODEL, client_processes=processes)
+    # no test here is about speed, and the machine may be busy with anything
+    return msgspec.structs.replace(Plan(arms=arms, recipe=recipe, model="tiny", late_limit_s=1e9), **changes)
+
+
+@contextlib.asynccontextmanager
+async def fleet(pods: int = 2, **changes: object) -> AsyncIterator[list[str]]:
+    config = PodConfig(profile=msgspec.structs.replace(PROFILE, num_blocks=400))
+    async with running_fleet([msgspec.structs.replace(config, **changes)] * pods) as running:
+        yield [p.url for p in running]
+
+
+def quiet(*_: object) -> None:
+    """Nobody watches."""
+
+
+async def measure(plan: Plan) -> Run:
+    return await asyncio.wait_for(execute(plan, quiet), 100)
+
+
+async def test_arms_run_on_the_same_pods_with_empty_caches_and_the_same_requests() -> None:
+    async with fleet() as urls:
+        arms = [Arm("one", (urls[0],)), Arm("both", tuple(urls))]
+        run = await measure(plan_of(arms, pods=urls, repeats=2))
+    assert [(r.arm, r.repeat) for r in run.runs] == [("one", 0), ("both", 0), ("both", 1), ("one", 1)]
+    assert all(r.cache_reset for r in run.runs)
+    assert run.emulated is not None
+    one, both = summaries(run)
+    assert one.pooled.failed == both.pooled.failed == 0
+    assert one.pooled.requests == both.pooled.requests > 10
+    assert list(one.pooled.requests_by_pod.values()) == [one.pooled.requests, 0]
+    assert abs(both.pooled.requests_by_pod[urls[0]] - both.pooled.requests_by_pod[urls[1]]) <= 2
+    for arm in (one, both):
+        assert arm.pooled.prompt_tokens_mean == 220, "exact lengths, by the pod's own count"
+        assert arm.pooled.output_tokens_mean == 10
+        assert arm.pooled.hit_share_usage == pytest.approx(arm.pooled.hit_share_pods)
+    # three prefixes on one pod are missed three times a repeat, on two pods six times
+    assert one.pooled.hit_share_pods > both.pooled.hit_share_pods > 0
+    invalid, know = doubts(run)
+    assert not invalid
+    assert not [k for k in know if "buffers" in k or "failed" in k]
+
+
+async def test_pods_that_allow_no_reset_get_fresh_prompts_for_every_arm() -> None:
+    async with fleet(1) as urls:
+        run = await measure(plan_of([Arm("a", (urls[0],)), Arm("b", (urls[0],))]))
+    a, b = summaries(run)
+    assert not any(r.cache_reset for r in run.runs)
+    assert a.pooled.hit_share_usage == pytest.approx(b.pooled.hit_share_usage), "b found nothing that a had left"
+    assert any("prompts of its own" in k for k in doubts(run)[1])
+
+
+async def test_the_next_turn_of_a_chat_finds_the_answer_before_it_in_the_cache() -> None:
+    async with fleet(1) as urls:
+        run = await measure(plan_of([Arm("one", (urls[0],))], CHATS, pods=urls))
+    (arm,) = summaries(run)
+    assert arm.pooled.failed == 0
+    turns = [s for stage in run.runs[0].stages for s in stage.samples]
+    assert len(turns) == sum(len(s.turns) for s in CHATS.build(3).stages[0].sessions)
+    later = [s for s in turns if s.cached_tokens and s.cached_tokens > 112]  # more than the system prompt
+    assert later, "no turn found its history"
+
+
+async def test_several_client_processes_send_every_request_once() -> None:
+    async with fleet() as urls:
+        run = await measure(plan_of([Arm("both", tuple(urls))], processes=2, pods=urls))
+    (arm,) = summaries(run)
+    expected = GROUPS.build(3).stages[0].sessions
+    assert arm.pooled.requests == len(expected)
+    assert sum(arm.pooled.requests_by_pod.values()) == len(expected)
+    assert arm.pooled.failed == 0
+
+
+async def test_failing_pods_show_as_failures_by_kind() -> None:
+    async with fleet(1) as urls, aiohttp.ClientSession() as http:
+        await http.post(urls[0] + "/emulated/fault", json={"kind": "500", "count": 2})
+        with pytest.raises(PlanError, match="answers 500"):
+            await measure(plan_of([Arm("one", (urls[0],))]))
+        await http.post(
+            urls[0] + "/emulated/fault", json={"kind": "reset", "after_tokens": 3, "count": 3}
+        )  # one for the first look
+        run = await measure(plan_of([Arm("one", (urls[0],))]))
+    (arm,) = summaries(run)
+    assert arm.pooled.failures == {"cut": 2}
+    assert any("2 of" in k and "cut 2" in k for k in doubts(run)[1])
+
+
+async def test_a_buffering_proxy_in_the_path_is_seen() -> None:
+    slow = msgspec.structs.replace(PROFILE, num_blocks=400, t0_s=0.01)
+    async with fleet(1, profile=slow) as urls, buffering_proxy(urls[0]) as proxy:
+        run = await measure(plan_of([Arm("direct", (urls[0],)), Arm("proxied", (proxy,))], pods=urls))
+    direct, proxied = summaries(run)
+    assert proxied.pooled.buffered_share == 1.0
+    assert proxied.pooled.events_per_read == 10
+    assert direct.pooled.buffered_share is not None
+    assert direct.pooled.buffered_share < 0.5
+    assert any(k.startswith("proxied: 100% of the answers came all at once") for k in doubts(run)[1])
+
+
+@contextlib.asynccontextmanager
+async def buffering_proxy(pod: str) -> AsyncIterator[str]:
+    """What nginx does without X-Accel-Buffering: no: the whole answer first, then the client."""
+
+    async def handle(request: web.Request) -> web.Response:
+        async with aiohttp.ClientSession() as http, http.post(pod + request.path, data=await request.read()) as reply:
+            return web.Response(body=await reply.read(), status=reply.status, content_type=reply.content_type)
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_router_that_ignores_the_policy_header_is_refused_before_the_load() -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({}, headers={"x-warmroute-policy": "prefix"})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        with pytest.raises(PlanError, match="--allow-policy-header"):
+            await measure(plan_of([Arm("random", (url,), "random")]))
+    finally:
+        await runner.cleanup()
+
+
+async def test_nobody_there_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    status = await asyncio.to_thread(main, ["compare", "--url", "http://127.0.0.1:9", "--model", "m", "--quiet"])
+    assert status == 2
+    assert "does not answer" in capsys.readouterr().err
+
+
+async def test_run_writes_three_reports_and_report_makes_them_again(tmp_path: Path) -> None:
+    async with fleet(1) as urls:
+        flags = ["--url", urls[0], "--pod", urls[0], "--scenario", "quick", "--quiet", "--out", str(tmp_path / "r")]
+        flags += ["--set", "seconds=2.0", "--set", "warmup_s=0.5", "--set", "prefix_tokens=50", "--set", "groups=2"]
+        assert await asyncio.to_thread(main, ["run", *flags, "--max-late-ms", "1e9"]) == 0
+    assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".csv", ".html"}
+    page = (tmp_path / "r.html").read_text()
+    (tmp_path / "r.html").unlink()
+    assert await asyncio.to_thread(main, ["report", str(tmp_path / "r.json")]) == 0
+    assert (tmp_path / "r.html").read_text() == page
+    assert json.loads((tmp_path / "r.json").read_text())["exact_lengths"] is False
