@@ -164,13 +164,15 @@ class Consumer:
 
         True if another process answered than the one the Ledger knew.
         """
-        failures, reached, restarted = 0, self.ledger.last_seq, False
+        failures, reached, restarted, connection = 0, self.ledger.last_seq, False, self._connection
         tries = 0 if ask.reason == "start" else self._limits.replay_tries  # a start is tried again later
         again = ask
         while True:
             restarted |= again.reason == "restart"
             self._put(list(again.ops))
-            answered, told = await self._one_replay(again)
+            answered, told = await self._one_replay(again, connection)
+            if self._connection != connection:
+                return restarted  # the next connection begins anew
             if told is None and not answered and failures < tries and self.source.spec.replay:
                 failures += 1
                 await asyncio.sleep(self._limits.replay_pause_s * failures)
@@ -189,22 +191,22 @@ class Consumer:
         self._plan_retry()
         return restarted
 
-    async def _one_replay(self, ask: AskReplay) -> tuple[bool, Told | None]:
+    async def _one_replay(self, ask: AskReplay, connection: int) -> tuple[bool, Told | None]:
         self.replays += 1
         first: int | None = None
-        frames, connection = 0, self._connection
+        frames = 0
         self.ledger.begin_replay(ask)
         try:
             async with contextlib.aclosing(self.source.replay(ask.from_seq)) as batches:
                 async for seq, payload in batches:
+                    if self._connection != connection:  # told meanwhile that the process is another one
+                        break
                     first = seq if first is None else first
                     frames += 1
                     told = self.ledger.replayed(seq, self._decode(payload), _digest(payload))
                     if isinstance(told, AskReplay):
                         return True, told
                     self._put(told)
-                    if self._connection != connection:  # told meanwhile that the process is another one
-                        return True, None
                     self.last_event_s = self._clock()
         except ReplayFailed as exc:
             if self.source.spec.replay is not None:
@@ -226,7 +228,7 @@ class Consumer:
     async def _fill_short_history(self) -> None:
         self._retry_at_s = None
         if self.ledger.short and self._connection >= 0:
-            await self._replay(AskReplay(0, "parent"))
+            await self._replay(AskReplay(0, "start" if self.ledger.last_seq < 0 else "parent"))
 
     # -- writing ----------------------------------------------------------------------------------------------
 

@@ -132,8 +132,10 @@ class Ledger:
             self._checked = True
             if seq == self.last_seq:
                 return [] if digest == self.last_digest else self.restarted()
-            if seq > self.last_seq + 1 or reason == "reconnect":
-                return [*self._forget(), *self._begin(seq, batch, digest)]  # it does not reach back, or proves nothing
+            if seq > self.last_seq + 1 or reason == "reconnect":  # it does not reach back, or proves nothing
+                ops = [*self._forget(), *self._begin(seq, batch, digest)]
+                self.exhausted = True
+                return ops
         if self.last_seq < 0:
             return self._begin(seq, batch, digest)
         if seq <= self.last_seq:
@@ -174,11 +176,12 @@ class Ledger:
     @property
     def short(self) -> bool:
         """Older batches may still be had: no replay from 0 was ever answered."""
-        return self.last_seq >= 0 and not self.whole and not self.exhausted
+        return not self.whole and not self.exhausted
 
     def _begin(self, seq: int, batch: Batch | None, digest: int) -> list[IndexOp]:
+        assert self._ask is not None
         self.whole = seq == 0
-        self.exhausted = True
+        self.exhausted = self._ask.from_seq == 0
         return self._apply(seq, batch, digest)
 
     def _forget(self) -> list[IndexOp]:
