@@ -40,7 +40,8 @@ figure{margin:0;min-width:0}figcaption{font-weight:600}
 svg{display:block;width:100%;height:auto}
 .grid{stroke:var(--rule)}.axis{stroke:var(--dim)}.tick,.label{fill:var(--dim);font-size:12px}
 @media(max-width:640px){.tick,.label{font-size:18px}th,td{padding:4px 6px;white-space:normal}body{font-size:14px}}
-.line{fill:none;stroke-width:2.2}.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:6px 0}
+.line{fill:none;stroke-width:2.2}.thin{stroke-width:1.2}.dashed{stroke-width:1.4;stroke-dasharray:5 4}
+.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:6px 0}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
 """ + "".join(
     f".line.s{n}{{stroke:var(--s{n})}}.dot.s{n},.bar.s{n}{{fill:var(--s{n})}}i.s{n}{{background:var(--s{n})}}"
@@ -84,6 +85,8 @@ def _wins(arms: Sequence[ArmSummary]) -> str:
     if len(arms) < 2:
         return ""
     base, best = arms[0].pooled, arms[-1].pooled
+    if base.ttft_p90 is None or best.ttft_p90 is None:
+        return ""
     of = f"{escape(arms[-1].arm)} against {escape(arms[0].arm)}"
     hit = [b.hit_share_pods if b.hit_share_pods is not None else b.hit_share_usage for b in (base, best)]
     cards = [
@@ -129,7 +132,10 @@ def _failures(arms: Sequence[ArmSummary]) -> str:
 def _plots(run: Run, arms: Sequence[ArmSummary]) -> str:
     names = list(dict.fromkeys(n for a in arms for n, _ in a.by_stage))
     figures = [
-        _figure(f"Time to first token{' by stage' if len(names) > 1 else ''}: p50, p90, p99", _ttft_plot(arms, names)),
+        _figure(
+            f"Time to first token{' by stage: p50 (thin), p90, p99 (dashed)' if len(names) > 1 else ': p50, p90, p99'}",
+            _ttft_plot(arms, names),
+        ),
         _figure("Time to first token, all requests", _cdf_plot(run, arms)),
         _figure("Prompt tokens from the pods' caches over time", _hits_plot(run, arms)),
         _figure("Requests by pod", _balance_plot(arms)),
@@ -159,9 +165,9 @@ def _ttft_plot(arms: Sequence[ArmSummary], names: Sequence[str]) -> str:
         y = log_axis("seconds", [v for s in series for _, v in s.points], show=_duration)
         return bars(series, Axis("", 0, 1, names=places), y)
     series = [
-        Series(f"{a.arm} {label}", n % 8, _by_stage(a, names, lambda f, i=i: _percentiles(f)[i]))
+        Series(f"{a.arm} {label}", n % 8, _by_stage(a, names, lambda f, i=i: _percentiles(f)[i]), look)
         for n, a in enumerate(arms)
-        for i, label in enumerate(("p50", "p90", "p99"))
+        for i, (label, look) in enumerate((("p50", "thin"), ("p90", ""), ("p99", "dashed")))
     ]
     y = log_axis("seconds", [v for s in series for _, v in s.points], show=_duration)
     return lines(series, Axis("stage", 0, 1, names=names), y)
@@ -223,7 +229,7 @@ def _hits_plot(run: Run, arms: Sequence[ArmSummary]) -> str:
         series.append(Series(a.arm, n % 8, points))
     if not series:
         return ""
-    x = linear_axis("seconds of sending", [longest])
+    x = Axis("seconds of sending", 0, longest or 1.0)
     return lines(series, x, Axis("hit share", 0, 1, show=_percent), dots=False)
 
 

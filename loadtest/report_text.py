@@ -5,7 +5,7 @@ May import: the standard library, rich, loadtest.report, loadtest.samples.
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -34,6 +34,14 @@ def ratio(base: float | None, value: float | None) -> str:
     return "-" if not base or not value else f"{base / value:.2f} x"
 
 
+def balance(requests_by_pod: Mapping[str, int]) -> str:
+    """Each pod's requests, or their range for many pods."""
+    counts = list(requests_by_pod.values())
+    if len(counts) > 4:
+        return f"{min(counts)} to {max(counts)} ({len(counts)} pods)"
+    return " ".join(map(str, counts)) or "-"
+
+
 ROWS: Sequence[tuple[str, Callable[[Figures], str]]] = (
     ("requests", lambda f: str(f.requests)),
     ("failed", lambda f: str(f.failed)),
@@ -50,7 +58,7 @@ ROWS: Sequence[tuple[str, Callable[[Figures], str]]] = (
     ("hit share, pods' counters", lambda f: share(f.hit_share_pods)),
     ("hit share, usage", lambda f: share(f.hit_share_usage)),
     ("predicted = delivered", lambda f: share(f.predicted_equal)),
-    ("requests per pod", lambda f: " ".join(str(n) for n in f.requests_by_pod.values()) or "-"),
+    ("requests per pod", lambda f: balance(f.requests_by_pod)),
     ("client late p99", lambda f: seconds(f.late_p99)),
 )
 """What the table of arms shows, in order."""

@@ -20,6 +20,7 @@ class Series(msgspec.Struct, frozen=True):
     name: str
     colour: int
     points: Sequence[tuple[float, float]]
+    look: str = ""  # a further class of the style sheet: thin, dashed
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -88,8 +89,9 @@ def lines(series: Sequence[Series], x: Axis, y: Axis, *, step: bool = False, dot
     for s in series:
         places = [(_x(x, px), _y(y, py)) for px, py in s.points]
         if len(places) > 1:
-            body.append(f'<path class="line s{s.colour}" d="{_path(places, step)}"/>')
-        if dots or len(places) == 1:
+            look = f" {s.look}" if s.look else ""
+            body.append(f'<path class="line s{s.colour}{look}" d="{_path(places, step)}"/>')
+        if (dots and not s.look) or len(places) == 1:
             for (cx, cy), (_, value) in zip(places, s.points, strict=True):
                 title = f"<title>{escape(s.name)}: {escape(y.show(value))}</title>"
                 body.append(f'<circle class="dot s{s.colour}" cx="{cx:.1f}" cy="{cy:.1f}" r="3">{title}</circle>')

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.slow
 async def test_the_demo_shows_prefix_routing_winning_on_the_same_pods(tmp_path: Path) -> None:
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router.cli", "demo", "--quiet", "--seconds", "20", "--out", str(tmp_path / "demo")),
+        *(sys.executable, "-c", "import sys; from router.cli import main; sys.exit(main())"),
+        *("demo", "--quiet", "--seconds", "20", "--out", str(tmp_path / "demo")),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=ROOT,
