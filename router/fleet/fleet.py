@@ -394,11 +394,18 @@ class Fleet:
         return parse_models(raw)
 
     async def _event_source(self, pod: Pod) -> EventSource:
+        """Where the pod says its events are. A pod that does not answer this is served all the same."""
         assert self._session is not None
-        async with self._session.get(pod.spec.url + "/kv_event_sources", allow_redirects=False) as reply:
-            if reply.status != 200:
-                return EventSource()
-            return parse_event_sources(await _bounded(reply, MAX_MODELS_BYTES), pod.spec.url)
+        try:
+            async with (
+                asyncio.timeout(self._times.probe_timeout_s / 2),
+                self._session.get(pod.spec.url + "/kv_event_sources", allow_redirects=False) as reply,
+            ):
+                if reply.status != 200:
+                    return EventSource()
+                return parse_event_sources(await _bounded(reply, MAX_MODELS_BYTES), pod.spec.url)
+        except (TimeoutError, aiohttp.ClientError, ValueError):
+            return EventSource()
 
     async def _scrape_for_ever(self, identity: str, life: _Life) -> None:
         while self._lives.get(identity) is life:

@@ -103,6 +103,7 @@ class Served:
         return time.monotonic()
 
 
+PROBES = ("/health", "/v1/models", "/metrics", "/kv_event_sources")
 Script = Callable[[Served], Awaitable[None]]
 
 
@@ -245,7 +246,7 @@ class FakePod:
 
     async def _probe(self, received: Received, writer: asyncio.StreamWriter) -> bool:
         """What a fleet asks by itself is answered here and not counted."""
-        if received.method != "GET" or received.target not in ("/health", "/v1/models", "/metrics"):
+        if received.method != "GET" or received.target not in PROBES:
             return False
         body = b""
         if received.target == "/v1/models":
