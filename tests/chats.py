@@ -279,13 +279,107 @@ def completion(rng: random.Random) -> Body:
     return body
 
 
+def responses(rng: random.Random) -> Body:
+    body: Body = {"input": text(rng)}
+    if rng.random() < 0.7:
+        items: list[Body] = [{"role": "user", "content": [{"type": "input_text", "text": text(rng)}]}]
+        if rng.random() < 0.4:
+            items.insert(0, {"role": rng.choice(["system", "developer"]), "content": text(rng)})
+        if rng.random() < 0.5:
+            items.append(
+                {
+                    "type": "reasoning",
+                    "id": "rs_1",
+                    "summary": [],
+                    "content": [{"type": "reasoning_text", "text": text(rng, words=4)}],
+                }
+            )
+        if rng.random() < 0.5:
+            said = {"type": "output_text", "text": text(rng), "annotations": []}
+            items.append({"type": "message", "id": "m1", "role": "assistant", "status": "completed", "content": [said]})
+        elif rng.random() < 0.5:
+            items.append({"role": "assistant", "content": text(rng)})
+        if rng.random() < 0.5:
+            call = {"type": "function_call", "name": "search", "arguments": '{"b": "ü"}'}
+            items += [{**call, "call_id": f"c{n}"} for n in range(rng.randint(1, 2))]
+            items += [{"type": "function_call_output", "call_id": "c0", "output": text(rng, words=5)}]
+        items.append({"role": "user", "content": text(rng)})
+        body["input"] = items
+    if rng.random() < 0.5:
+        body["instructions"] = text(rng)
+    if rng.random() < 0.4:
+        body["tools"] = [{"type": "function", **tool(rng)["function"]} for _ in range(2)]
+        for made in body["tools"]:
+            made.pop("x-unknown", None)
+            made.setdefault("strict", None)
+    if rng.random() < 0.3:
+        body["reasoning"] = {"effort": rng.choice(["low", "high", "none"])}
+    if rng.random() < 0.2:
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+    return body
+
+
+def messages(rng: random.Random) -> Body:
+    turns: list[Body] = [{"role": "user", "content": text(rng)}]
+    if rng.random() < 0.5:
+        blocks: list[Body] = [{"type": "text", "text": text(rng)}]
+        if rng.random() < 0.5:
+            blocks.insert(0, {"type": "thinking", "thinking": text(rng, words=4), "signature": "x"})
+        calls = rng.randint(0, 2)
+        blocks += [
+            {"type": "tool_use", "id": f"t{n}", "name": "search", "input": {"b": "ü", "n": 1.5}} for n in range(calls)
+        ]
+        turns.append({"role": "assistant", "content": blocks})
+        results: list[Body] = []
+        for n in range(calls):
+            content: Any = rng.choice(
+                [text(rng, words=4), [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], None]
+            )
+            results.append({"type": "tool_result", "tool_use_id": f"t{n}", **({"content": content} if content else {})})
+        turns.append(
+            {"role": "user", "content": [*results, {"type": "text", "text": text(rng)}, {"type": "text", "text": ""}]}
+        )
+    if rng.random() < 0.2:
+        turns.insert(rng.randint(0, len(turns)), {"role": "system", "content": text(rng)})
+    if rng.random() < 0.3:
+        turns.append({"role": "assistant", "content": text(rng)})
+        turns.append(
+            {"role": "user", "content": [{"type": "text", "text": text(rng), "cache_control": {"type": "ephemeral"}}]}
+        )
+    body: Body = {"max_tokens": 2000, "messages": turns}
+    if rng.random() < 0.7:
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cch={rng.random()}"}
+        body["system"] = rng.choice(
+            [text(rng), [header, {"type": "text", "text": text(rng)}, {"type": "text", "text": "second"}]]
+        )
+    if rng.random() < 0.4:
+        body["tools"] = [
+            {"name": "search", "description": "d", "input_schema": {"properties": {"b": {"type": "string"}}}}
+        ]
+        if rng.random() < 0.3:
+            body["tool_choice"] = {"type": rng.choice(["auto", "none"])}
+    if rng.random() < 0.3:
+        body["thinking"] = rng.choice([{"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}])
+    if rng.random() < 0.2:
+        body["output_config"] = {"effort": rng.choice(["low", "max"])}
+    return body
+
+
+OTHERS: tuple[tuple[str, str, Callable[[random.Random], Body]], ...] = (
+    ("completion", "/v1/completions", completion),
+    ("responses", "/v1/responses", responses),
+    ("anthropic messages", "/v1/messages", messages),
+)
+
+
 def requests(seed: int, count: int) -> Iterator[tuple[str, str, Body]]:
-    """`count` requests, every feature in turn, completions every fifth."""
+    """`count` requests, every feature in turn; every third asks another endpoint than chat."""
     rng = random.Random(seed)
     features = list(CHAT.items())
     for n in range(count):
-        if n % 5 == 4:
-            yield "completion", "/v1/completions", {"model": "m", **completion(rng)}
+        if n % 3 == 2:
+            name, path, make = OTHERS[n // 3 % len(OTHERS)]
+            yield name, path, {"model": "m", **make(rng)}
         else:
-            name, make = features[(n - n // 5) % len(features)]
+            name, make = features[(n - n // 3) % len(features)]
             yield name, "/v1/chat/completions", {"model": "m", **make(rng)}

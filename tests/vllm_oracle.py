@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -72,12 +73,21 @@ async def render(state: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
         inputs = await online.render_completion(CompletionRequest(**body))
     elif path == "/v1/responses":
         result = await online.render_responses(ResponsesRequest(**body))
-        inputs = getattr(result, "engine_inputs", result)
+        inputs = [result.engine_input] if hasattr(result, "engine_input") else result
     elif path == "/v1/messages":
         from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-        chat = AnthropicServingMessages._convert_anthropic_to_openai_request(AnthropicMessagesRequest(**body))
+        serving = AnthropicServingMessages.__new__(AnthropicServingMessages)
+        serving.online_renderer = online
+        serving._extract_prompt_components = lambda prompt: SimpleNamespace(
+            token_ids=prompt["prompt_token_ids"], text=""
+        )
+        chat = serving.to_chat_completion_request(
+            AnthropicMessagesRequest(**body),
+            merge_inline_system=serving._should_merge_inline_system(online),
+            disabled_thinking_effort=await serving._probe_disabled_thinking_effort(),
+        )
         result = await online.render_chat(chat)
         inputs = result[1] if isinstance(result, tuple) else result
     else:

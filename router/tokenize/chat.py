@@ -54,7 +54,7 @@ _DECLARED_PART_FIELDS = (_MEDIA_KEYS - {"prompt_embeds"}) | {
     "type",
     "uuid",
 }
-_BILLING_HEADER = "x-anthropic-billing-header"
+BILLING_HEADER = "x-anthropic-billing-header"
 
 
 class Unrenderable(ValueError):
@@ -208,7 +208,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 def _content(content: Any, role: str, content_format: ContentFormat) -> tuple[Any, bool]:
     wrap = content_format == "openai"
     if isinstance(content, str):
-        if role == "system" and content.startswith(_BILLING_HEADER):
+        if role == "system" and content.startswith(BILLING_HEADER):
             content = content.partition("\n")[2]
             if not content:
                 return ([] if wrap else ""), False
@@ -254,7 +254,7 @@ def _part(part: Any, role: str, wrap: bool) -> Any:
         return None
     if not isinstance(text, str):
         raise Unrenderable("a text part without text")
-    if role == "system" and kind == "text" and text.startswith(_BILLING_HEADER):
+    if role == "system" and kind == "text" and text.startswith(BILLING_HEADER):
         text = text.partition("\n")[2]
         if not text:
             return None

@@ -19,11 +19,12 @@ from router.tokenize.chat import (
     render_tools,
     template_variables,
 )
+from router.tokenize.dialects import MessagesBody, ResponsesBody, Tools, from_messages, from_responses
 from router.tokenize.encode import Encoder, Side, truncate
 from router.tokenize.export import Exported
 from router.tokenize.port import NoTokens, PromptTokens
 from router.tokenize.proof import renders_alike
-from router.tokenize.template import ChatTemplate
+from router.tokenize.template import ChatTemplate, TemplateRefusal
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
@@ -54,6 +55,8 @@ class CompletionBody(msgspec.Struct):
 
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
+_responses_decoder = msgspec.json.Decoder(ResponsesBody)
+_messages_decoder = msgspec.json.Decoder(MessagesBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _ids = msgspec.json.Decoder(list[TokenId])
 _id_lists = msgspec.json.Decoder(list[list[TokenId]])
@@ -205,15 +208,45 @@ class ModelRenderer:
     def chat(self, body: bytes) -> Rendered:
         """For POST /v1/chat/completions. Raises Unrenderable, TemplateRefusal."""
         parsed = decode(_chat_decoder, body)
-        reused = _reused_ids(parsed.kv_transfer_params)
-        return self.chat_body(parsed) if reused is None else PromptTokens(packed=reused)
+        return self.chat_body(parsed, render_tools(parsed.tools))
 
-    def chat_body(self, body: ChatBody) -> Rendered:
-        """For a parsed chat. Raises Unrenderable, TemplateRefusal."""
+    def responses(self, body: bytes) -> Rendered:
+        """For POST /v1/responses. Raises Unrenderable, TemplateRefusal."""
+        return self.chat_body(*from_responses(decode(_responses_decoder, body)))
+
+    def messages(self, body: bytes) -> Rendered:
+        """For POST /v1/messages. Raises Unrenderable, TemplateRefusal."""
+        parsed = decode(_messages_decoder, body)
+        merge = any(self._choose(None, has_tools=tools).wants_system_first for tools in (False, True))
+        disabled = (parsed.thinking or {}).get("type") == "disabled"
+        effort = self._disabled_effort if disabled else "none"
+        return self.chat_body(*from_messages(parsed, merge_system=merge, disabled_effort=effort))
+
+    @functools.cached_property
+    def _disabled_effort(self) -> Literal["none", "low"]:
+        """What vLLM sends for thinking "disabled": "low" if the template refuses "none" or takes it for an effort."""
+
+        def probe(effort: str) -> bytes | None:
+            said = [{"role": "user", "content": "Hi"}]
+            try:
+                job = self.chat_body(ChatBody(messages=said, reasoning_effort=effort), None)
+            except (Unrenderable, TemplateRefusal):
+                return None
+            return job.finish().packed if isinstance(job, TextJob) else None
+
+        none = probe("none")
+        efforts = ("low", "medium", "high", "xhigh", "max")
+        return "low" if none is None or any(probe(effort) == none for effort in efforts) else "none"
+
+    def chat_body(self, body: ChatBody, tools: Tools) -> Rendered:
+        """For a parsed chat and its rendered tools. Raises Unrenderable, TemplateRefusal."""
+        reused = _reused_ids(body.kv_transfer_params)
+        if reused is not None:
+            return PromptTokens(packed=reused)
         if self.unrenderable is not None:
             raise Unrenderable(f"rendered in code by the engine: {self.unrenderable}")
-        excluded = body.tool_choice == "none" and self.options.exclude_tools_when_none
-        tools = None if excluded else render_tools(body.tools)
+        if body.tool_choice == "none" and self.options.exclude_tools_when_none:
+            tools = None
         variables = template_variables(body, tools, self.options.default_template_kwargs)
         template = self._choose(body.chat_template, has_tools=variables.get("tools") is not None)
         conversation, media = normalise(body.messages, template.content_format)

@@ -25,6 +25,12 @@ from router.tokenize.template import TemplateRefusal
 
 log = logging.getLogger("warmroute.tokenize")
 
+ENDPOINTS: dict[str, Callable[[ModelRenderer, bytes], Rendered]] = {
+    "/v1/chat/completions": ModelRenderer.chat,
+    "/v1/completions": completion,
+    "/v1/responses": ModelRenderer.responses,
+    "/v1/messages": ModelRenderer.messages,
+}
 Loader = Callable[..., Exported]
 
 
@@ -175,12 +181,12 @@ class TokenService:
         return result
 
     async def _prompt(self, model: str, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
-        if endpoint not in ("/v1/chat/completions", "/v1/completions"):
+        if endpoint not in ENDPOINTS:
             return NoTokens("endpoint", endpoint)
         if len(body) > self.limits.body_max_bytes:
             return NoTokens("too_long", f"{len(body)} bytes")
         found = self._renderer(model)
-        if endpoint == "/v1/chat/completions" and isinstance(found, NoTokens):
+        if endpoint != "/v1/completions" and isinstance(found, NoTokens):
             return found
         if len(body) > self.limits.inline_max_bytes:
             return await self._off_loop(functools.partial(render_fully, found, endpoint, body))
@@ -224,7 +230,7 @@ def render(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> Re
     try:
         if endpoint == "/v1/completions":
             return completion(renderer, body)
-        return renderer if isinstance(renderer, NoTokens) else renderer.chat(body)
+        return renderer if isinstance(renderer, NoTokens) else ENDPOINTS[endpoint](renderer, body)
     except Unrenderable as exc:
         return NoTokens("unrenderable", str(exc))
     except TemplateRefusal as exc:

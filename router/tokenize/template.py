@@ -7,6 +7,7 @@ the same text, and jinja2 goes on checking a sample of live requests.
 May import: the standard library, jinja2, minijinja, router.tokenize.chat.
 """
 
+import functools
 import json
 import logging
 import threading
@@ -169,6 +170,19 @@ class ChatTemplate:
             return self._compiled.render(context)
         except Exception as exc:  # a template is foreign code: it may raise anything, and only this request is hurt
             raise TemplateRefusal(f"{type(exc).__name__}: {exc}"[:200]) from exc
+
+    @functools.cached_property
+    def wants_system_first(self) -> bool:
+        """Does it refuse a second system message? vLLM then merges them for /v1/messages; tried as vLLM tries it."""
+        plain = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        said = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+        try:
+            plain.from_string(self.source).render(messages=said, add_generation_prompt=False)
+        except Exception:  # vLLM looks for TemplateError only, and does not start on any other
+            return True
+        return False
 
     def render_trial(self, context: dict[str, Any]) -> str:
         """By minijinja, whether it is trusted or not. Raises anything."""
