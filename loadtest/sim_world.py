@@ -140,8 +140,8 @@ class Simulation:
         self._pods = [_Pod(self._engine(i)) for i in range(setup.pods)]
         self._workers = [WorkerAddress(f"pod-{i:04d}") for i in range(setup.pods)]
         self._index_of = {w: i for i, w in enumerate(self._workers)}
-        self._index = ReportedIndex()
-        self._views = [RouterView(self._index, predict=setup.predict) for _ in range(setup.routers)]
+        self._index = self._make_index()
+        self._views = [self._make_view() for _ in range(setup.routers)]
         for view in self._views:
             view.exchanging = setup.routers > 1 and setup.exchange_interval_s is not None
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
@@ -159,6 +159,12 @@ class Simulation:
     def _engine(self, pod: int, life: int = 0) -> Engine:
         slow = self.setup.slow_pods.get(pod, 1.0)
         return Engine(self.setup.profile, seed=self._seed * 4001 + pod + 1009 * life, slowdown=slow)
+
+    def _make_index(self) -> ReportedIndex:
+        return ReportedIndex()
+
+    def _make_view(self) -> RouterView:
+        return RouterView(self._index, predict=self.setup.predict)
 
     def run(self) -> Outcome:
         """All stages, each drained before the next."""
@@ -304,9 +310,8 @@ class Simulation:
         sample = flight.sample
         self._flights[request_id] = flight
         pod = self._pods[sample.pod]
-        request = Request(request_id, sample.prompt_tokens, sample.output_tokens, flight.hashes)
         try:
-            pod.engine.submit(request, self.now_s)
+            pod.engine.submit(self._request(request_id, flight), self.now_s)
         except ValueError:  # longer than the model or the pod takes: a 400
             del self._flights[request_id]
             sample.failed = True
@@ -315,6 +320,10 @@ class Simulation:
             return
         if pod.busy is None:
             self._wake(sample.pod, pod)
+
+    def _request(self, request_id: int, flight: _Flight) -> Request:
+        """What the pod gets; tests with real token ids make their own."""
+        return Request(request_id, flight.sample.prompt_tokens, flight.sample.output_tokens, flight.hashes)
 
     def _release(self, flight: _Flight) -> None:
         if flight.booking is not None:
