@@ -86,13 +86,31 @@ def compare(
     return tally
 
 
+def record(file: Path, python: str, *, seed: int, count: int) -> None:
+    """The golden file of tests/unit/tokenize: what the engine's own code makes of `count` requests."""
+    made = list(requests(seed, count))
+    answers = engine_ids(python, TINY, [{"path": path, "body": body} for _, path, body in made], TOOLS)
+    rows = [
+        {"feature": feature, "path": path, "body": body, "ids": answer["ids"]}
+        for (feature, path, body), answer in zip(made, answers, strict=True)
+        if "ids" in answer
+    ]
+    file.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=["tiny", *CHAT_FAMILIES])
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python")
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--record", type=Path, help="write the tiny model's bodies and ids there (tests/golden) and stop"
+    )
     args = parser.parse_args()
+    if args.record:
+        record(args.record, args.vllm_python, seed=args.seed, count=args.count)
+        return 0
     bad = 0
     for name in args.families:
         folder = TINY if name == "tiny" else family(name)
