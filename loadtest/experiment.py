@@ -1,7 +1,7 @@
-"""A scenario file as the crowd takes it: scenarios/*.toml -> stages to send over HTTP.
+"""A scenario file as the crowd takes it: scenarios/*.toml or regimes/*.toml -> stages to send over HTTP.
 
-The same files that `simulate` reads; of them a crowd needs [[workload]] and the optional [client]. What shapes the
-emulated fleet ([world], [[events]]) is `simulate`'s business.
+Regimes are the files that `simulate` reads; of them a crowd needs [[workload]]. What shapes the simulated fleet there
+([world], [[events]]) is `simulate`'s business; how a crowd sends ([client]) is ours.
 Reads files; decides nothing. May import: the standard library, msgspec, loadtest.workload.
 """
 
@@ -18,6 +18,7 @@ from loadtest import workload
 from loadtest.workload import Session, Stage, Workload
 
 SCENARIOS_DIR = Path(__file__).parent / "scenarios"
+REGIMES_DIR = Path(__file__).parent / "regimes"
 
 KINDS: Mapping[str, Callable[..., Workload]] = {
     "ladder": workload.ladder,
@@ -45,6 +46,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     warmup_s: float = 0.0  # the first seconds of a single-stage open loop are sent but not measured
     concurrency: int | None = None  # closed loop: this many sessions at a time instead of arrivals by rate
     closed_loop_s: float = 0.0  # closed loop: no session begins later; 0 = all of them are sent
+    tools: int = 0  # chat: so many tool definitions in every request, as agents send them
     slo_ttft_s: float = 1.0  # goodput counts answers within both
     slo_tpot_s: float = 0.1
 
@@ -110,13 +112,15 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_experiment(name_or_path: str, changes: Mapping[str, Any] | None = None) -> Experiment:
-    """A scenario by its name in scenarios/, or by the path of a .toml file. Raises ScenarioError.
+    """A scenario by its name in scenarios/ or regimes/, or by the path of a .toml file. Raises ScenarioError.
 
     `changes` replaces fields of [client] where there is one of that name, else arguments of every [[workload]].
     """
-    path = Path(name_or_path) if name_or_path.endswith(".toml") else SCENARIOS_DIR / f"{name_or_path}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in SCENARIOS_DIR.glob("*.toml")))
+    folders = (SCENARIOS_DIR, REGIMES_DIR)
+    paths = [Path(name_or_path)] if name_or_path.endswith(".toml") else [f / f"{name_or_path}.toml" for f in folders]
+    path = next((p for p in paths if p.is_file()), None)
+    if path is None:
+        known = ", ".join(sorted(p.stem for f in folders for p in f.glob("*.toml")))
         raise ScenarioError(f"no scenario {name_or_path!r}; known: {known}, or give the path of a .toml file")
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -148,6 +152,26 @@ def _faster_stage(stage: Stage, speed: float) -> Stage:
     return msgspec.structs.replace(
         stage, sessions=sessions, seconds=stage.seconds / speed, rate_per_s=stage.rate_per_s * speed
     )
+
+
+def tool_definitions(count: int) -> list[dict[str, Any]]:
+    """`count` function tools, the same in every request."""
+    path = {"type": "string", "description": "file or folder, relative to the project"}
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{n}",
+                "description": f"Tool number {n} of the agent. Use it when step {n} of the plan asks for it.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"path": path, "limit": {"type": "integer"}},
+                    "required": ["path"],
+                },
+            },
+        }
+        for n in range(count)
+    ]
 
 
 def _document_tokens(row: Mapping[str, Any]) -> int:

@@ -15,6 +15,7 @@ import msgspec
 
 from loadtest.crowd import Live, Target
 from loadtest.crowds import Crowds, Recipe
+from loadtest.experiment import tool_definitions
 from loadtest.pods import TIMEOUT, Pods, difference
 from loadtest.samples import ArmRun, Gaps, Run, StageOutcome
 
@@ -91,7 +92,7 @@ async def _run_arm(plan: Plan, arm: Arm, repeat: int, pods: Pods, crowds: Crowds
         model=plan.model,
         api=plan.recipe.experiment.client.api,
         headers=headers,
-        extra_body=plan.extra_body,
+        extra_body=_extra_body(plan),
         timeout_s=plan.timeout_s,
         drain_limit_s=plan.drain_limit_s,
     )
@@ -112,6 +113,12 @@ async def _run_arm(plan: Plan, arm: Arm, repeat: int, pods: Pods, crowds: Crowds
         outcome.fleet_late_s = max(late) if late else None
         result.stages.append(in_emulated_time(outcome, plan.recipe.speed))
     return result
+
+
+def _extra_body(plan: Plan) -> dict[str, Any]:
+    client = plan.recipe.experiment.client
+    tools = {"tools": tool_definitions(client.tools), "tool_choice": "none"} if client.tools else {}
+    return tools | dict(plan.extra_body)
 
 
 def in_emulated_time(stage: StageOutcome, speed: float) -> StageOutcome:

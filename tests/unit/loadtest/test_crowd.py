@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from loadtest.compare import command_line
 from loadtest.crowd import Stream
 from loadtest.crowds import share
-from loadtest.experiment import SCENARIOS_DIR, Client, Experiment, ScenarioError, faster, load_experiment
+from loadtest.experiment import REGIMES_DIR, SCENARIOS_DIR, Client, Experiment, ScenarioError, faster, load_experiment
 from loadtest.fleet.text import TINY_MODEL
 from loadtest.pods import difference, parse_counters
 from loadtest.prompts import COMMON_WORDS, Prompts, plain_words
@@ -113,7 +113,8 @@ def test_no_field_is_ever_null() -> None:
         assert b"null" not in body
 
 
-WITHOUT_TRACE = [p.stem for p in sorted(SCENARIOS_DIR.glob("*.toml")) if "\nfile" not in p.read_text()]
+FILES = sorted([*SCENARIOS_DIR.glob("*.toml"), *REGIMES_DIR.glob("*.toml")])
+WITHOUT_TRACE = [p.stem for p in FILES if "\nfile" not in p.read_text()]
 
 
 @pytest.mark.parametrize("name", WITHOUT_TRACE)
