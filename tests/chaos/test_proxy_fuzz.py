@@ -69,7 +69,10 @@ def request_body(rng: random.Random) -> tuple[bytes, list[tuple[str, str]]]:
 def reply_body(rng: random.Random) -> tuple[bytes, list[tuple[str, str]]]:
     match rng.randrange(5):
         case 0:
-            return gzip.compress(rng.randbytes(3000), mtime=0), [("Content-Encoding", "gzip"), ("Content-Type", "text/plain")]
+            return gzip.compress(rng.randbytes(3000), mtime=0), [
+                ("Content-Encoding", "gzip"),
+                ("Content-Type", "text/plain"),
+            ]
         case 1:
             return rng.randbytes(rng.choice([0, 1, 100_000])), [("Content-Type", "audio/wav")]
         case _:
