@@ -168,9 +168,6 @@ class Crowd:
             if failure is not None:
                 live.failed += 1
                 live.last_failure = failure
-            elif stream.first_s is not None:
-                live.ttft_sum_s += stream.first_s - stream.sent_s
-                live.ttft_count += 1
             sample = stream.sample(begin_s, due_s, ended_s, failure, turn.group)
             out.samples.append(sample)
         return sample, stream.text() if want_text else ""
@@ -183,7 +180,11 @@ class Crowd:
                 await reply.read()
                 return f"http_{reply.status}"
             async for chunk in reply.content.iter_any():
+                waiting = stream.first_s is None
                 stream.feed(chunk, self._clock())
+                if waiting and stream.first_s is not None:
+                    self.live.ttft_sum_s += stream.first_s - stream.sent_s
+                    self.live.ttft_count += 1
         return stream.verdict()
 
 

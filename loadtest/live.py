@@ -55,6 +55,6 @@ class Display:
         ttft = f"{live.ttft_sum_s / live.ttft_count * 1000:.0f} ms" if live.ttft_count else "-"
         failed = f"{live.failed} failed ({live.last_failure})" if live.failed else "0 failed"
         return (
-            f"[{number}/{total}] {arm}, {stage}, {now_s - self._began_s:.0f} s: sent {live.sent} ({rate:.1f}/s), "
-            f"in flight {live.in_flight}, done {live.done}, TTFT mean {ttft}, {failed}"
+            f"[{number}/{total}] {arm}, {stage}, {now_s - self._began_s:.0f} s | {live.sent} sent, {rate:.1f}/s | "
+            f"{live.in_flight} in flight | TTFT {ttft} | {failed}"
         )

@@ -19,6 +19,8 @@ from loadtest.experiment import tool_definitions
 from loadtest.pods import TIMEOUT, Pods, difference
 from loadtest.samples import ArmRun, Gaps, Run, StageOutcome
 
+EMULATED_FINGERPRINT = "warmroute-emulated-pod"  # system_fingerprint of loadtest.fleet
+
 
 class PlanError(Exception):
     """The plan cannot be carried out; the text says why and what to do."""
@@ -54,7 +56,7 @@ Watch = Callable[[str, str, int, int, Live], None]
 
 async def execute(plan: Plan, watch: Watch) -> Run:
     """All arms, all repeats. Raises PlanError before anything is sent when the plan cannot work."""
-    await _check_arms(plan)
+    emulated = await _check_arms(plan)
     recipe = plan.recipe
     run = Run(
         name=recipe.experiment.name,
@@ -67,14 +69,14 @@ async def execute(plan: Plan, watch: Watch) -> Run:
         model=plan.model,
         client_processes=recipe.client_processes,
         exact_lengths=recipe.tokenizer is not None,
-        emulated=None,
+        emulated="emulated pods, by their own word" if emulated else None,
         slo_ttft_s=recipe.experiment.client.slo_ttft_s,
         slo_tpot_s=recipe.experiment.client.slo_tpot_s,
         late_limit_s=plan.late_limit_s,
         runs=[],
     )
     async with Pods(plan.pods) as pods, Crowds(recipe) as crowds:
-        run.emulated = _emulated(await pods.emulated(), recipe.speed)
+        run.emulated = _emulated(await pods.emulated(), recipe.speed) or run.emulated
         for repeat in range(plan.repeats):
             arms = plan.arms if repeat % 2 == 0 else list(reversed(plan.arms))  # a drift of the machine hits all alike
             for arm in arms:
@@ -150,8 +152,12 @@ def _emulated(states: Sequence[Mapping[str, Any]], speed: float) -> str | None:
     return f"{len(states)} emulated pods, profile {', '.join(kinds)}{pace}"
 
 
-async def _check_arms(plan: Plan) -> None:
-    """One small request by each arm, so that a wrong URL, model or header shows before the load does."""
+async def _check_arms(plan: Plan) -> bool:
+    """One small request by each arm, so that a wrong URL, model or header shows before the load does.
+
+    Returns whether an emulated pod answered.
+    """
+    emulated = False
     body = {"model": plan.model, "prompt": "hello", "max_tokens": 1}
     async with aiohttp.ClientSession(timeout=TIMEOUT, headers=dict(plan.headers)) as http:
         for arm in plan.arms:
@@ -159,17 +165,19 @@ async def _check_arms(plan: Plan) -> None:
             for url in arm.urls:
                 try:
                     async with http.post(url + "/v1/completions", json=body, headers=headers) as reply:
-                        text = (await reply.text())[:300]
+                        text = await reply.text()
                         answered = reply.headers.get("x-warmroute-policy")
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
                     raise PlanError(f"{url} does not answer ({type(exc).__name__}); is it up?") from exc
                 if reply.status != 200:
-                    raise PlanError(f"{url} answers {reply.status} to a request for model {plan.model!r}: {text}")
+                    raise PlanError(f"{url} answers {reply.status} to a request for model {plan.model!r}: {text[:300]}")
+                emulated = emulated or EMULATED_FINGERPRINT in text
                 if arm.policy and answered not in (None, arm.policy):
                     raise PlanError(
                         f"{url} routed by {answered!r} though asked for {arm.policy!r}; start the router with "
                         "--allow-policy-header, or compare URLs with --arm"
                     )
+    return emulated
 
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
