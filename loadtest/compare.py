@@ -6,6 +6,7 @@ May import: the standard library, rich, the rooms of loadtest but the fleet.
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import sys
 import tomllib
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `compare`: several arms on the same pods."""
     add = parser.add_argument
     add("--url", help="the router, without /v1; needs --allow-policy-header there")
-    add("--policies", default="random,prefix", help="arms by policy header, the first is the base (random,prefix)")
+    by_header = "arms by policy header, the first is the base (random,prefix)"
+    add("--arms", "--policies", dest="policies", default="random,prefix", metavar="POLICY[,POLICY...]", help=by_header)
     add(
         "--arm",
         action="append",
@@ -66,7 +68,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--speed", type=float, default=1.0, help="the emulated pods' --speed; 1 for real ones (1)")
     add("--client-processes", type=int, default=1, help="client processes to spread the load over (1)")
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with every request; repeatable")
-    add("--api-key", help="sent as Authorization: Bearer")
+    keys = os.environ.get("WARMROUTE_API_KEY", "").split()
+    add("--api-key", default=keys[0] if keys else None, help="sent as Authorization: Bearer (WARMROUTE_API_KEY)")
     add("--extra-body", default="{}", help='JSON merged into every body; null takes a field away: {"ignore_eos": null}')
     add("--timeout-s", type=float, default=600.0, help="of one request (600)")
     add("--drain-limit-s", type=float, default=600.0, help="of a stage after its last request was sent (600)")
