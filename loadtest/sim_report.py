@@ -6,6 +6,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean, mean
 
 import msgspec
 
@@ -111,6 +112,31 @@ def table(all_rows: Mapping[str, Sequence[Row]]) -> str:
                 f"{r.waiting_mean_requests:>8.2f} {r.kv_used_mean_ratio:>4.2f} {r.wrong_prediction_ratio:>6.3f}"
             )
     return "\n".join(lines)
+
+
+def ratio_table(results: Sequence[tuple[str, str, Row]]) -> str:
+    """Per scenario: each rule's mean TTFT p90 and p99 over its seeds, divided by the best rule's (decode steps of 10 ms
+    do not count); then the geometric mean and the worst over all scenarios."""
+    rules = list(dict.fromkeys(rule for _, rule, _ in results))
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for scenario in dict.fromkeys(s for s, _, _ in results):
+        means = {rule: _means([r for s, p, r in results if (s, p) == (scenario, rule)]) for rule in rules}
+        best = tuple(min(m[i] for m in means.values()) for i in (0, 1))
+        found[scenario] = {rule: (m[0] / best[0], m[1] / best[1]) for rule, m in means.items()}
+    width = max(map(len, rules)) + 1
+    lines = []
+    for i, what in enumerate(("p90", "p99")):
+        lines.append(f"{'TTFT ' + what + ' / best rule':<26}" + "".join(f"{r:>{width}}" for r in rules))
+        for scenario, ratios in found.items():
+            lines.append(f"{scenario:<26}" + "".join(f"{ratios[r][i]:>{width}.2f}" for r in rules))
+        columns = {r: [ratios[r][i] for ratios in found.values()] for r in rules}
+        lines.append(f"{'geometric mean':<26}" + "".join(f"{geometric_mean(columns[r]):>{width}.3f}" for r in rules))
+        lines.append(f"{'worst':<26}" + "".join(f"{max(columns[r]):>{width}.2f}" for r in rules))
+    return "\n".join(lines)
+
+
+def _means(some: Sequence[Row]) -> tuple[float, float]:
+    return (max(mean(r.ttft_p90_s for r in some), 0.01), max(mean(r.ttft_p99_s for r in some), 0.01))
 
 
 class Verdict(msgspec.Struct, frozen=True):

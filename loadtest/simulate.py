@@ -4,9 +4,12 @@ May import: the standard library, msgspec, loadtest.*.
 """
 
 import argparse
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -18,6 +21,7 @@ from loadtest.sim_report import (
     acceptance,
     acceptance_table,
     ladder_figures,
+    ratio_table,
     row,
     rows,
     table,
@@ -25,6 +29,7 @@ from loadtest.sim_report import (
 from loadtest.sim_world import Outcome, Setup, Simulation
 from loadtest.workload import ladder
 
+_T = TypeVar("_T")
 PUBLISHED_SCRAPE_S = 0.05  # how often the published scheduler reads the pods' metrics
 ORACLE_SUFFIX = "+oracle"  # a rule given true caches and true remaining work without lag
 
@@ -53,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", type=int, default=0, metavar="N", help="print the terms of the first N decisions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--traces", type=Path, default=regimes.TRACES_DIR, metavar="DIR", help="where traces lie")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument("--ratios", action="store_true", help="at the end: each rule against the best, per scenario")
     parser.add_argument("--accept", action="store_true", help="the full ladder against the published tables")
     parser.add_argument("--list", action="store_true", help="name the scenarios and rules")
 
@@ -87,26 +94,54 @@ def run_all(args: argparse.Namespace) -> list[Result]:
     """Every scenario under every rule and seed, printed as it comes."""
     chosen = regimes.names() if args.scenario == ["all"] else args.scenario or ["ladder"]
     rules = list(FACTORIES) if args.policy == ["all"] else args.policy or ["prefix"]
+    seeds = range(1, args.seeds + 1)
     results: list[Result] = []
-    for name in chosen:
-        scenario = regimes.load_regime(name)
-        if args.pods:
-            scenario = msgspec.structs.replace(scenario, pods=args.pods)
-        profile = regimes.profile_of(scenario, args.profile)
-        print(
-            f"\n{scenario.name}: {scenario.about}. {_described(profile)}, {scenario.pods} pods, seeds 1..{args.seeds}"
-        )
-        printed: dict[str, list[Row]] = {}
-        for rule in rules:
-            outcomes = []
-            for seed in range(1, args.seeds + 1):
-                result, outcome = run_one(scenario, profile, rule, seed, explain=args.explain, traces=args.traces)
-                results.append(result)
-                outcomes.append(outcome)
-                _print_explained(result)
-            printed[rule] = _pooled(outcomes, scenario.pods)
-        print(table(printed))
+    with _runner(args.jobs) as submit:
+        for name in chosen:
+            scenario = regimes.load_regime(name)
+            if args.pods:
+                scenario = msgspec.structs.replace(scenario, pods=args.pods)
+            profile = regimes.profile_of(scenario, args.profile)
+            print(f"\n{name}: {scenario.about}. {_described(profile)}, {scenario.pods} pods, seeds 1..{args.seeds}")
+            wait = {
+                (rule, seed): submit(run_one, scenario, profile, rule, seed, explain=args.explain, traces=args.traces)
+                for rule in rules
+                for seed in seeds
+            }
+            printed: dict[str, list[Row]] = {}
+            for rule in rules:
+                done = [wait[rule, seed]() for seed in seeds]
+                results += [result for result, _ in done]
+                for result, _ in done:
+                    _print_explained(result)
+                printed[rule] = _pooled([outcome for _, outcome in done], scenario.pods)
+            print(table(printed), flush=True)
+    if args.ratios:
+        print("\n" + ratio_table([(r.scenario, r.policy, r.rows[-1]) for r in results]))
     return results
+
+
+class _Submit(Protocol):
+    def __call__(self, f: Callable[..., _T], /, *args: Any, **kw: Any) -> Callable[[], _T]: ...
+
+
+@contextlib.contextmanager
+def _runner(jobs: int) -> Iterator[_Submit]:
+    """Call now, or in other processes: what it gives is asked for the result."""
+
+    def now(f: Callable[..., _T], /, *args: Any, **kw: Any) -> Callable[[], _T]:
+        result = f(*args, **kw)
+        return lambda: result
+
+    if jobs < 2:
+        yield now
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+
+        def later(f: Callable[..., _T], /, *args: Any, **kw: Any) -> Callable[[], _T]:
+            return pool.submit(f, *args, **kw).result
+
+        yield later
 
 
 def run_one(
