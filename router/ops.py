@@ -99,6 +99,11 @@ class Metrics:
         self.decisions = self.counter("decisions", "choices of a worker", "policy", "reason")
         self.refusals = self.counter("refusals", "requests for which no worker was found", "reason")
         self.token_fallbacks = self.counter("token_fallbacks", "requests routed without exact token ids", "reason")
+        self.token_chars = self.counter("token_chars", "characters of prompts, by where their ids came from", "source")
+        self.token_checks = self.counter(
+            "token_checks", "live prompts done again without piece cache or minijinja, by result", "result"
+        )
+        self.token_parity = self.counter("token_parity", "prompts whose ids were compared with a pod's", "result")
         self.index_fallbacks = self.counter("index_fallbacks", "lookups answered by the local view alone", "reason")
         self.prompt_tokens = self.counter(
             "prompt_tokens", "prompt tokens routed by exact ids, retries included", "policy"

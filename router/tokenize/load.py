@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -29,23 +31,35 @@ def _hub_snapshots(model_id: str) -> Path:
     return Path(cache).expanduser() / ("models--" + model_id.replace("/", "--")) / "snapshots"
 
 
-def load(source: str, *, offline: bool, deadline_s: float) -> Exported:
-    """Raises LoadFailure. `offline`: never ask the hub, only folders and its cache."""
+def load(source: str, *, offline: bool, deadline_s: float, stop: threading.Event | None = None) -> Exported:
+    """Raises LoadFailure. `offline`: only folders and the hub's cache. `stop`, once set, ends the child."""
     with tempfile.TemporaryDirectory(prefix="warmroute-tokenizer-") as folder:
-        out = Path(folder) / "exported"
+        out, complaints = Path(folder) / "exported", Path(folder) / "complaints"
         command = [sys.executable, "-m", "router.tokenize.export", source, "--out", str(out)]
-        try:
-            done = subprocess.run(  # noqa: S603  our own module; `source` comes from the settings or a pod
-                command + ["--offline"] * offline, capture_output=True, timeout=deadline_s, check=False
-            )
-        except subprocess.TimeoutExpired as exc:
-            raise LoadFailure(f"loading took longer than {deadline_s:g} s") from exc
-        except OSError as exc:
-            raise LoadFailure(f"cannot start the loader: {exc}") from exc
-        if done.returncode != 0:
-            lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-            raise LoadFailure((lines or [f"the loader ended with status {done.returncode}"])[-1][:500])
+        with complaints.open("wb") as stderr:
+            try:
+                child = subprocess.Popen(command + ["--offline"] * offline, stdout=stderr, stderr=stderr)  # noqa: S603
+            except OSError as exc:
+                raise LoadFailure(f"cannot start the loader: {exc}") from exc
+            status = _wait(child, deadline_s=deadline_s, stop=stop)
+        if status != 0:
+            lines = complaints.read_text("utf-8", "replace").strip().splitlines()
+            raise LoadFailure((lines or [f"the loader ended with status {status}"])[-1][:500])
         try:
             return msgspec.msgpack.decode(out.read_bytes(), type=Exported)
         except (OSError, msgspec.MsgspecError) as exc:
             raise LoadFailure(f"the loader wrote nothing usable: {exc}") from exc
+
+
+def _wait(child: "subprocess.Popen[bytes]", *, deadline_s: float, stop: threading.Event | None) -> int:
+    """The child's status; on its deadline or on `stop` it is killed and LoadFailure raised."""
+    started_s = time.monotonic()
+    while True:
+        try:
+            return child.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            late = time.monotonic() - started_s > deadline_s
+            if late or (stop is not None and stop.is_set()):
+                child.kill()
+                child.wait()
+                raise LoadFailure(f"loading took longer than {deadline_s:g} s" if late else "stopped") from None

@@ -131,6 +131,7 @@ class TextJob:
     ) -> None:
         self._encoder = encoder
         self._draft = encoder.draft(text)
+        self.known_chars = len(text) - self._draft.missing_chars
         self._add_special_tokens = add_special_tokens
         self._cut = cut
         self._goes_on = goes_on

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import functools
 import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +18,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from router.core.types import Clock
+from router.ops import Metrics
+from router.tokenize.canary import Parity, first_difference
 from router.tokenize.chat import Unrenderable
 from router.tokenize.export import Exported
 from router.tokenize.load import LoadFailure, is_at_hand, load
 from router.tokenize.model import ModelOptions, ModelRenderer, Rendered, TextJob, completion
+from router.tokenize.pod import AskPod, PodBudget
 from router.tokenize.port import NoTokens, PromptTokens
 from router.tokenize.template import TemplateRefusal
 
@@ -47,6 +53,9 @@ class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
     load_deadline_s: float = 300.0  # a download of tokenizer files included
     retry_first_s: float = 5.0
     retry_max_s: float = 600.0
+    pod_questions_max: int = 4  # at a time, to /tokenize: each costs the pod's API server what it saves us
+    compare_one_in: int = 200  # exact prompts whose ids are compared with a pod's; 0: none
+    pod_when_suspect: bool = False  # a model whose ids keep differing: ask its pods instead
 
 
 class _Model(msgspec.Struct):
@@ -60,6 +69,7 @@ class _Model(msgspec.Struct):
     error: str = ""
     attempts: int = 0
     task: asyncio.Task[None] | None = None
+    parity: Parity = msgspec.field(default_factory=lambda: Parity(one_in=0))
 
 
 class TokenService:
@@ -75,6 +85,9 @@ class TokenService:
         *,
         options: Mapping[str, ModelOptions] | None = None,
         limits: TokenLimits | None = None,
+        ask_pod: AskPod | None = None,
+        metrics: Metrics | None = None,
+        clock: Clock = time.monotonic,
         loader: Loader = load,
         at_hand: Callable[[str], bool] = is_at_hand,
     ) -> None:
@@ -89,6 +102,17 @@ class TokenService:
         self._loaders = ThreadPoolExecutor(2, thread_name_prefix="tokenizer-load")
         self._in_pool = 0
         self._started = False
+        self._stop = threading.Event()
+        self._comparing: set[asyncio.Task[None]] = set()
+        self._metrics = metrics
+        self._budget: PodBudget | None = None
+        if ask_pod is not None:
+            self._budget = PodBudget(
+                ask_pod,
+                clock=clock,
+                in_flight_max=self.limits.pod_questions_max,
+                deadline_s=self.limits.deadline_s,
+            )
         self.outcomes: Counter[str] = Counter()  # "exact", "partial" or a FallbackReason
 
     # --- life ---
@@ -100,8 +124,10 @@ class TokenService:
             self._add(name, source, configured=True, names=(name,))
 
     async def close(self) -> None:
-        """Stop loading and encoding. A child process that is still loading is waited for by nobody."""
+        """Stop loading and encoding; a child process that is still loading is killed."""
+        self._stop.set()
         tasks = [m.task for m in self._models.values() if m.task is not None]
+        tasks += self._comparing
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,7 +157,8 @@ class TokenService:
         options = self._options.get(key) or self._options.get("*") or ModelOptions()
         for name in names:
             options = self._options.get(name, options)
-        entry = self._models[key] = _Model(source=source, configured=configured, options=options)
+        parity = Parity(one_in=self.limits.compare_one_in)
+        entry = self._models[key] = _Model(source=source, configured=configured, options=options, parity=parity)
         entry.task = asyncio.get_running_loop().create_task(self._keep_loading(entry), name=f"tokenizer {key}")
 
     async def _keep_loading(self, entry: _Model) -> None:
@@ -151,7 +178,9 @@ class TokenService:
             await asyncio.sleep(min(self.limits.retry_first_s * 2.0 ** (entry.attempts - 1), self.limits.retry_max_s))
 
     def _build(self, entry: _Model) -> ModelRenderer:
-        exported = self._load(entry.source, offline=not entry.configured, deadline_s=self.limits.load_deadline_s)
+        exported = self._load(
+            entry.source, offline=not entry.configured, deadline_s=self.limits.load_deadline_s, stop=self._stop
+        )
         return ModelRenderer(exported, entry.options, cache_max_bytes=self.limits.cache_max_bytes)
 
     def status(self) -> dict[str, Any]:
@@ -163,6 +192,7 @@ class TokenService:
                 "attempts": m.attempts,
                 **({"error": m.error} if m.error else {}),
                 **(m.renderer.details() if m.renderer else {}),
+                **({"parity": m.parity.details()} if m.parity.compared_requests else {}),
                 "models": sorted(name for name, k in self._names.items() if k == key),
             }
             for key, m in self._models.items()
@@ -185,7 +215,20 @@ class TokenService:
             return NoTokens("endpoint", endpoint)
         if len(body) > self.limits.body_max_bytes:
             return NoTokens("too_long", f"{len(body)} bytes")
-        found = self._renderer(model)
+        entry = self._models.get(self._names.get(model, ""))
+        if entry is not None and entry.parity.is_suspect and self.limits.pod_when_suspect:
+            asked = await self._from_pod(model, endpoint, body)
+            return asked or NoTokens("tokenizer_failed", "its ids differ from the pods'")
+        result = await self._local(entry, endpoint, body)
+        if isinstance(result, NoTokens):
+            asked = await self._from_pod(model, endpoint, body) if _pod_may_know(model, entry, result) else None
+            return asked or result
+        if entry is not None and not result.partial and self._budget is not None and entry.parity.take():
+            self._compare_later(entry, model, endpoint, body, result.packed)
+        return result
+
+    async def _local(self, entry: _Model | None, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
+        found = _renderer(entry)
         if endpoint != "/v1/completions" and isinstance(found, NoTokens):
             return found
         if len(body) > self.limits.inline_max_bytes:
@@ -193,21 +236,62 @@ class TokenService:
         rendered = render(found, endpoint, body)
         if not isinstance(rendered, TextJob):
             return rendered
-        if isinstance(found, ModelRenderer) and (check := found.due_check()) is not None and not self._in_pool:
-            self._pool.submit(check)
+        if isinstance(found, ModelRenderer):
+            self._look_after(found, rendered)
         if rendered.missing_chars <= self.limits.inline_max_chars:
             return rendered.finish()
         return await self._off_loop(rendered.finish)
 
-    def _renderer(self, model: str) -> ModelRenderer | NoTokens:
-        entry = self._models.get(self._names.get(model, ""))
-        if entry is None:
-            return NoTokens("no_tokenizer", "none is set for this model")
-        if entry.renderer is not None:
-            return entry.renderer
-        if entry.state == "failed":
-            return NoTokens("tokenizer_failed", entry.error)
-        return NoTokens("no_tokenizer", entry.state)
+    def _look_after(self, renderer: ModelRenderer, job: TextJob) -> None:
+        """Count what the cache saved, and now and then check a live request the slow way, in the pool."""
+        if self._metrics is not None:
+            self._metrics.token_chars.labels(source="cache").inc(job.known_chars)
+            self._metrics.token_chars.labels(source="tokenizer").inc(job.missing_chars)
+        if not self._in_pool and (check := renderer.due_check()) is not None:
+            self._pool.submit(self._checked, check)
+
+    def _checked(self, check: Callable[[], bool]) -> None:
+        same = check()
+        if self._metrics is not None:
+            self._metrics.token_checks.labels(result="same" if same else "different").inc()
+
+    # --- the pods' own tokenizer ---
+
+    async def _from_pod(self, model: str, endpoint: str, body: bytes) -> PromptTokens | None:
+        if self._budget is None:
+            return None
+        try:
+            packed = await self._budget.tokens(model, endpoint, body)
+        except Unrenderable:
+            return None
+        if packed is None:
+            return None
+        self.outcomes["asked_pod"] += 1
+        return PromptTokens(packed=packed)
+
+    def _compare_later(self, entry: _Model, model: str, endpoint: str, body: bytes, packed: bytes) -> None:
+        if len(self._comparing) < self.limits.pod_questions_max:
+            task = asyncio.get_running_loop().create_task(self._compare(entry, model, endpoint, body, packed))
+            self._comparing.add(task)
+            task.add_done_callback(self._comparing.discard)
+
+    async def _compare(self, entry: _Model, model: str, endpoint: str, body: bytes, packed: bytes) -> None:
+        try:
+            theirs = await self._budget.tokens(model, endpoint, body) if self._budget is not None else None
+        except Unrenderable:
+            return
+        if theirs is None:
+            return
+        difference = first_difference(packed, theirs)
+        if self._metrics is not None:
+            self._metrics.token_parity.labels(result="same" if difference is None else "different").inc()
+        if difference is not None:
+            log.warning("a prompt's ids differ from the pod's", extra={"fields": msgspec.to_builtins(difference)})
+        if entry.parity.record(difference):
+            log.error(
+                "the tokenizer or chat template of %s is not the one its pods use: prefixes will not be found",
+                entry.source,
+            )
 
     async def _off_loop(self, work: Callable[[], PromptTokens | NoTokens]) -> PromptTokens | NoTokens:
         if self._in_pool >= self.limits.queue_requests:
@@ -223,6 +307,26 @@ class TokenService:
         self._in_pool -= 1
         if not future.cancelled():
             future.exception()  # looked at: a late failure has no reader left
+
+
+def _renderer(entry: _Model | None) -> ModelRenderer | NoTokens:
+    if entry is None:
+        return NoTokens("no_tokenizer", "none is set for this model")
+    if entry.renderer is not None:
+        return entry.renderer
+    if entry.state == "failed":
+        return NoTokens("tokenizer_failed", entry.error)
+    return NoTokens("no_tokenizer", entry.state)
+
+
+def _pod_may_know(model: str, entry: _Model | None, result: NoTokens) -> bool:
+    """Is it the model that we cannot render, and not this body? For harmony /tokenize gives other ids than chats."""
+    if "gpt-oss" in model.lower():
+        return False
+    if result.reason in ("no_tokenizer", "tokenizer_failed"):
+        return True
+    coded = entry.renderer.unrenderable if entry is not None and entry.renderer is not None else None
+    return result.reason == "unrenderable" and coded is not None and coded != "harmony"
 
 
 def render(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> Rendered:

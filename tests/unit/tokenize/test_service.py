@@ -67,7 +67,7 @@ async def test_a_configured_served_name_counts_for_the_base_model() -> None:
 async def test_an_unset_model_is_loaded_only_from_what_is_at_hand() -> None:
     asked: list[tuple[str, bool]] = []
 
-    def loader(source: str, *, offline: bool, deadline_s: float) -> Exported:
+    def loader(source: str, *, offline: bool, **_: Any) -> Exported:
         asked.append((source, offline))
         return tiny_exported()
 
@@ -87,7 +87,7 @@ async def test_a_failure_is_remembered_shown_and_retried_later_and_not_by_reques
     calls = 0
     fixed = threading.Event()
 
-    def loader(source: str, *, offline: bool, deadline_s: float) -> Exported:
+    def loader(source: str, *, offline: bool, **_: Any) -> Exported:
         nonlocal calls
         calls += 1
         if not fixed.is_set():
@@ -124,3 +124,48 @@ async def test_a_body_that_is_no_request_is_no_exception() -> None:
                 assert found.reason == "unrenderable"
     finally:
         await service.close()
+
+
+async def test_a_queue_that_is_full_and_a_deadline_that_passes_give_reasons_not_waits() -> None:
+    limits = TokenLimits(queue_requests=1, threads=1, deadline_s=0.01, inline_max_bytes=0)
+    service = TokenService({"m": "x"}, loader=returns_tiny, limits=limits)
+    await service.start()
+    release = threading.Event()
+    try:
+        await settled(service)
+        service._pool.submit(release.wait)  # the only thread is taken
+        late = await service.prompt(model="m", endpoint="/v1/chat/completions", body=CHAT)
+        full = await service.prompt(model="m", endpoint="/v1/chat/completions", body=CHAT)
+        assert [r.reason for r in (late, full) if isinstance(r, NoTokens)] == ["deadline", "busy"]
+    finally:
+        release.set()
+        await service.close()
+
+
+async def test_a_body_beyond_the_bound_is_not_looked_at() -> None:
+    service = TokenService({"m": "x"}, loader=returns_tiny, limits=TokenLimits(body_max_bytes=10))
+    await service.start()
+    try:
+        await settled(service)
+        found = await service.prompt(model="m", endpoint="/v1/chat/completions", body=CHAT)
+        assert isinstance(found, NoTokens)
+        assert found.reason == "too_long"
+    finally:
+        await service.close()
+
+
+async def test_long_bodies_give_the_same_ids_in_the_pool() -> None:
+    inline = TokenService({"m": "x"}, loader=returns_tiny)
+    pooled = TokenService({"m": "x"}, loader=returns_tiny, limits=TokenLimits(inline_max_bytes=0, deadline_s=60))
+    gaps = TokenService({"m": "x"}, loader=returns_tiny, limits=TokenLimits(inline_max_chars=0, deadline_s=60))
+    body = msgspec.json.encode({"messages": [{"role": "user", "content": "so many words here " * 400}]})
+    found = []
+    for service in (inline, pooled, gaps):
+        await service.start()
+        try:
+            await settled(service)
+            found.append(await service.prompt(model="m", endpoint="/v1/chat/completions", body=body))
+        finally:
+            await service.close()
+    assert isinstance(found[0], PromptTokens)
+    assert found[0] == found[1] == found[2]
