@@ -30,11 +30,7 @@ def _table(title: str, model: type[CommonSettings], names: set[str]) -> list[str
         if name not in names:
             continue
         default = field.get_default(call_default_factory=True)
-        shown = (
-            {None: "unset", True: "on", False: "off"}.get(default, f"`{default}`")
-            if default not in ([], "")
-            else "none"
-        )
+        shown = _shown(default)
         flag = "--" + name.replace("_", "-")
         if "list" in str(typing.get_origin(field.annotation) or field.annotation):
             flag += " (repeatable)"
