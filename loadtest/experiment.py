@@ -104,7 +104,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
             if path.is_file():
                 break
         else:
-            raise ScenarioError(f"scenario {self.name}: no trace file {file}; name it with --trace PATH")
+            raise ScenarioError(f"scenario {self.name}: no trace file {file}; name it with --set file=PATH")
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for line in lines:
                 if line.strip():

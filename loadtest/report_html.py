@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from loadtest.report import ArmSummary, Figures, doubts, measured, summaries
-from loadtest.report_text import ROWS, ratio, seconds, share
+from loadtest.report_text import ROWS, ratio, repeats, seconds, share
 from loadtest.samples import Run, Sample, percentile
 from loadtest.svg import Axis, Series, bars, linear_axis, lines, log_axis
 
@@ -107,6 +107,9 @@ def _table(arms: Sequence[ArmSummary]) -> str:
         cells = [show(a.pooled) for a in arms]
         if any(c != "-" for c in cells):
             rows.append("".join(f"<td>{escape(c)}</td>" for c in (name, *cells)))
+    if any(len(a.ttft_p90_by_repeat) > 1 for a in arms):
+        cells = ["TTFT p90, median of repeats (range)", *[repeats(a.ttft_p90_by_repeat) for a in arms]]
+        rows.append("".join(f"<td>{escape(c)}</td>" for c in cells))
     head = "".join(f"<th>{escape(a.arm)}</th>" for a in arms)
     body = "".join(f"<tr>{r}</tr>" for r in rows)
     return (

@@ -5,6 +5,7 @@ May import: the standard library, rich, loadtest.report, loadtest.samples.
 
 import csv
 import io
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -73,8 +74,6 @@ def render(run: Run) -> RenderableType:
         parts.append(_against(arms))
     if any(len(a.by_stage) > 1 for a in arms):
         parts.append(_stages(arms))
-    if any(len(a.ttft_p90_by_repeat) > 1 for a in arms):
-        parts += [_repeats(a) for a in arms]
     parts += [Text(f"INVALID: {text}", style="bold red") for text in invalid]
     parts += [Text(f"note: {text}", style="yellow") for text in know]
     return Group(*parts)
@@ -94,6 +93,8 @@ def _arms(arms: Sequence[ArmSummary]) -> Table:
         cells = [show(a.pooled) for a in arms]
         if any(c != "-" for c in cells):
             table.add_row(name, *cells)
+    if any(len(a.ttft_p90_by_repeat) > 1 for a in arms):
+        table.add_row("TTFT p90, median of repeats (range)", *[repeats(a.ttft_p90_by_repeat) for a in arms])
     return table
 
 
@@ -135,13 +136,9 @@ def _aggregate(a: ArmSummary) -> str:
     return f"{a.stage_mean_tok_per_s:.0f}, {seconds(a.weighted_ttft_p90)}"
 
 
-def _repeats(a: ArmSummary) -> Text:
-    ordered = sorted(a.ttft_p90_by_repeat)
-    middle = ordered[len(ordered) // 2]
-    return Text(
-        f"{a.arm}: TTFT p90 of {len(ordered)} repeats: median {seconds(middle)}, "
-        f"from {seconds(ordered[0])} to {seconds(ordered[-1])}"
-    )
+def repeats(values: Sequence[float]) -> str:
+    """Median and range."""
+    return f"{seconds(statistics.median(values))} ({seconds(min(values))} to {seconds(max(values))})" if values else "-"
 
 
 def to_csv(run: Run) -> str:

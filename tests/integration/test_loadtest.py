@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from loadtest import report_html
 from loadtest.__main__ import main
 from loadtest.crowds import Recipe
 from loadtest.experiment import Client, Experiment
@@ -60,6 +61,7 @@ async def test_arms_run_on_the_same_pods_with_empty_caches_and_the_same_requests
     assert [(r.arm, r.repeat) for r in run.runs] == [("one", 0), ("both", 0), ("both", 1), ("one", 1)]
     assert all(r.cache_reset for r in run.runs)
     assert run.emulated is not None
+    assert "median of repeats" in report_html.render(run)
     one, both = summaries(run)
     assert one.pooled.failed == both.pooled.failed == 0
     assert one.pooled.requests == both.pooled.requests > 10
