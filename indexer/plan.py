@@ -149,8 +149,7 @@ class Ledger:
         assert self._ask is not None
         reason, self._ask = self._ask.reason, None
         if self.last_seq < 0:
-            self._blind = True
-            self.exhausted |= answered
+            self._blind = not answered  # an empty answer: nothing was published yet, so the first batch will be 0
         elif self._checked or reason == "parent":
             pass
         elif answered:
@@ -176,7 +175,7 @@ class Ledger:
     @property
     def short(self) -> bool:
         """Older batches may still be had: no replay from 0 was ever answered."""
-        return not self.whole and not self.exhausted
+        return not self.whole and not self.exhausted and (self.last_seq >= 0 or self._blind)
 
     def _begin(self, seq: int, batch: Batch | None, digest: int) -> list[IndexOp]:
         assert self._ask is not None

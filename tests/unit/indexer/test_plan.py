@@ -79,7 +79,7 @@ def test_recorded_events_give_what_a_recount_gives(name: str, shape: Callable[[b
     book, index, most = ledger(), Index(), 0
     if told[0][0] > 0:  # a late subscriber's view
         book.begin_replay(AskReplay(0, "start"))
-        book.end_replay(answered=True)
+        book.end_replay(answered=False)
     for n, (seq, payload) in enumerate(told):
         ops = book.receive(seq, decode(shape(payload)))
         assert isinstance(ops, list)
@@ -406,12 +406,23 @@ def test_a_sequence_that_goes_back_is_looked_into() -> None:
     assert isinstance(book.receive(0, B[0], 999), AskReplay)
 
 
-def test_the_start_asks_for_everything_and_then_takes_what_comes() -> None:
+def test_the_start_asks_for_everything_and_takes_what_it_gets_as_the_beginning() -> None:
     book, index = ledger(), Index()
     assert book.receive(4, B[4], 104) == AskReplay(0, "start")
-    assert replay(book, index, AskReplay(0, "start"), range(0)) is None
+    assert replay(book, index, AskReplay(0, "start"), range(3, 5)) is None
     assert book.receive(4, B[4], 104) == []
-    assert (book.facts.orphans, book.short) == (1, False)  # asked and answered: nothing older can be had
+    assert (book.facts.orphans, book.whole, book.short) == (1, False, False)  # nothing older can be had
+
+
+def test_a_start_on_a_silent_engine_expects_batch_0() -> None:
+    book, index = ledger(), Index()
+    assert replay(book, index, book.connected(), range(0)) is None
+    assert not book.short
+    ask = book.receive(2, B[2], 102)  # 0 and 1 were lost on the way
+    assert ask == AskReplay(0, "start")
+    assert replay(book, index, ask, range(3)) is None
+    assert index.held["gpu"] == set(keys(3))
+    assert book.whole
 
 
 def test_a_start_without_an_answer_is_asked_again_and_replaces() -> None:
