@@ -1,5 +1,7 @@
 """The chart under real Helm 3 and 4: does it lint, is it what the API server takes, and do its parts fit each other?"""
 
+import argparse
+import importlib.util
 import json
 import re
 import subprocess
@@ -84,8 +86,8 @@ def test_lint(helm: Path, example: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.28", "1.31", "1.37"])
-def test_objects_are_what_the_api_server_takes(helm: Path, example: tuple[str, ...], version: str) -> None:
-    objects = [o for o in yaml.safe_load_all(rendered(helm, *example)) if o]
+def test_objects_are_what_the_api_server_takes(render: Render, example: tuple[str, ...], version: str) -> None:
+    objects = render(*example)
     assert objects
     for o in objects:
         if o["kind"] in CUSTOM:
@@ -439,3 +441,49 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
     values["router"]["resources"] = values["indexer"]["resources"] = values["valkey"]["resources"] = None
     values["loadtest"]["compare"]["resources"] = None
     compare(values, schema, "")
+
+
+# ---- what is written down about it ----
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, dict) and value and path.rpartition(".")[2] not in ("resources", "labels"):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}".strip("."))
+    else:
+        yield path
+
+
+def test_the_readme_is_generated_from_the_values_and_every_value_has_words() -> None:
+    spec = importlib.util.spec_from_file_location("generate_readme", CHART.parent / "generate_readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (CHART / "README.md").read_text()
+    assert page == module.readme(), "python deploy/helm/generate_readme.py"
+    for path in leaves(yaml.safe_load((CHART / "values.yaml").read_text())):
+        assert f"| `{path}` |" in page, path
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for field in schema["properties"]["vllm"]["properties"]["models"]["items"]["properties"]:
+        assert f"`{field}`" in page, field
+
+
+def test_the_comparisons_flags_are_known_to_the_load_test(render: Render) -> None:
+    from loadtest import compare, experiment
+
+    objects = render("-f", str(CHART / "examples" / "benchmark-16xh100.yaml"))
+    (job,) = of_kind(objects, "Job")
+    (box,) = job["spec"]["template"]["spec"]["containers"]
+    assert box["args"][:2] == ["loadtest", "compare"]
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    asked = parser.parse_args(box["args"][2:])
+    experiment.load_experiment(asked.scenario)
+    assert asked.policies.split(",") == ["random", "prefix"]
+    assert asked.url == "http://rel-warmroute:80"
+    claim = job["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    kept = named(objects, "PersistentVolumeClaim", claim)
+    assert kept["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert str(asked.out).startswith(box["volumeMounts"][0]["mountPath"] + "/")
+    assert "--allow-policy-header" in container(objects, "Deployment", "rel-warmroute")["args"]
