@@ -137,6 +137,10 @@ class TextJob:
         self._goes_on = goes_on
 
     @property
+    def text(self) -> str:
+        return "".join(self._draft.pieces)
+
+    @property
     def missing_chars(self) -> int:
         return self._draft.missing_chars
 
