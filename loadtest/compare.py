@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from loadtest import report_html, report_text
-from loadtest.crowds import Recipe
+from loadtest.crowds import ClientDied, Recipe
 from loadtest.experiment import ScenarioError, load_experiment
 from loadtest.live import Display
 from loadtest.report import doubts
@@ -113,7 +113,7 @@ def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
         plan = asyncio.run(_plan(args, arms))
         with Display(console, quiet=args.quiet) as display:
             done = asyncio.run(execute(plan, display.show))
-    except (PlanError, ScenarioError, FileNotFoundError) as exc:
+    except (PlanError, ScenarioError, ClientDied, FileNotFoundError) as exc:
         return _refuse(exc)
     except KeyboardInterrupt:
         return 130

@@ -6,6 +6,7 @@ May import: the standard library, the rooms of loadtest that a client needs.
 import asyncio
 import itertools
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -22,6 +23,10 @@ from loadtest.workload import Session, Stage, Workload
 
 LIVE_EVERY_S = 0.5
 WORKER_LEAD_S = 1.0  # between telling the workers and the stage's begin
+
+
+class ClientDied(Exception):
+    """A client process is gone; its part of the load was not sent."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +151,8 @@ class _Worker:
         try:
             return await asyncio.get_running_loop().run_in_executor(None, self._pipe.recv)
         except EOFError:
-            raise RuntimeError(f"a client process ended early (exit status {self._process.exitcode})") from None
+            self._process.join(timeout=5.0)
+            raise ClientDied(f"a client process ended early, exit status {self._process.exitcode}") from None
 
 
 def share(sessions: Sequence[Session], number: int, count: int) -> Sequence[Session]:
@@ -155,6 +161,7 @@ def share(sessions: Sequence[Session], number: int, count: int) -> Sequence[Sess
 
 
 def _work(pipe: Connection, recipe: Recipe, number: int, count: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, by closing the pipe
     with asyncio.Runner() as runner:
         runner.run(_worker(pipe, recipe, number, count))
 

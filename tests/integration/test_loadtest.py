@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,13 +14,16 @@ from aiohttp import web
 
 from loadtest import report_html
 from loadtest.__main__ import main
+from loadtest.crowd import Crowd, Target
 from loadtest.crowds import Recipe
 from loadtest.experiment import Client, Experiment
 from loadtest.fleet import TINY_MODEL, PodConfig, running_fleet
+from loadtest.prompts import Prompts, plain_words
 from loadtest.report import doubts, summaries
 from loadtest.run import Arm, Plan, PlanError, execute
 from loadtest.samples import Run
 from tests.integration.test_fleet import PROFILE
+from tests.unit.loadtest.test_report import run_of
 
 QUICK = {"kind": "shared-prefix", "groups": 3, "prefix_tokens": 200, "question_tokens": 20, "output_tokens": 10}
 GROUPS = Experiment(name="groups", workload=[QUICK | {"rate": 25.0, "seconds": 1.0}], client=Client(api="completions"))
@@ -151,6 +155,25 @@ async def buffering_proxy(pod: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+class SlowPrompts(Prompts):
+    """A client whose processor is too slow for the load: every body takes longer than the time between two requests."""
+
+    def body(self, *args: object, **kwargs: object) -> bytes:
+        time.sleep(0.08)
+        return super().body(*args, **kwargs)
+
+
+async def test_a_client_that_cannot_keep_up_makes_the_run_invalid() -> None:
+    async with fleet(1) as urls:
+        prompts = SlowPrompts(plain_words(TINY_MODEL))
+        async with Crowd(Target(urls=(urls[0],), model="tiny", api="completions"), prompts) as crowd:
+            stage = GROUPS.build(3).stages[0]
+            outcome = await crowd.run(stage, stage.sessions)
+    assert len(outcome.samples) == len(stage.sessions), "late, but sent"
+    run = run_of(("slow", [outcome]))
+    assert any("the client was the limit" in text for text in doubts(run)[0])
 
 
 async def test_a_router_that_ignores_the_policy_header_is_refused_before_the_load() -> None:
