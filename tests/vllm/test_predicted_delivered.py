@@ -169,11 +169,11 @@ def test_redis_and_a_separate_index(engines: list[Engine]) -> None:
     judge(tally)
 
 
-async def crowd(url: str, headers: dict[str, str], *, seed: int = 3, at_a_time: int = 6, chats: int = 72) -> int:
+async def crowd(url: str, headers: dict[str, str], *, seed: int = 3, at_a_time: int = 6, chats: int = 64) -> int:
     """Chats of 4 turns over 16 system prompts of about 600 tokens, `at_a_time` at a time."""
     rng = Random(seed)
     systems = [words(rng, 285) for _ in range(16)]  # 600 tokens each
-    waiting = [Chat(Random(seed * 1000 + i), systems[i % 16], tools=False, max_tokens=48) for i in range(chats)]
+    waiting = [Chat(Random(seed * 1000 + i), systems[i % 16], tools=False, max_tokens=24) for i in range(chats)]
     rng.shuffle(waiting)
     done = 0
 
@@ -182,7 +182,7 @@ async def crowd(url: str, headers: dict[str, str], *, seed: int = 3, at_a_time: 
         while waiting:
             chat = waiting.pop()
             for _ in range(4):
-                answer, _ = await post(session, url, chat.next(60), **headers)
+                answer, _ = await post(session, url, chat.next(30), **headers)
                 chat.answer(answer["choices"][0]["message"]["content"])
                 done += 1
 

@@ -135,6 +135,27 @@ def test_a_warm_up_is_cut_off_the_front() -> None:
     assert cut.stages[0].seconds + cut.stages[1].seconds == plain.stages[0].seconds
 
 
+def test_constant_arrivals_are_evenly_spaced() -> None:
+    stage = load_experiment("quick", {"warmup_s": 0.0, "arrivals": "constant"}).build(3).stages[0]
+    times = [s.start_s for s in stage.sessions]
+    gaps = {round(b - a, 9) for a, b in zip(times, times[1:], strict=False)}
+    assert len(gaps) == 1
+    assert 0 < times[0] < times[-1] < stage.seconds
+
+
+def test_stages_share_their_prefixes_and_repeat_no_question() -> None:
+    stages = load_experiment("quick", {"stages": [[3.0, 10.0], [20.0, 15.0]]}).build(3).stages
+    assert [(s.name, s.rate_per_s, s.seconds, len(s.sessions)) for s in stages] == [
+        ("3/s", 3.0, 10.0, 30),
+        ("20/s", 20.0, 15.0, 300),
+    ]
+    prompts = [s.turns[0].prompt for stage in stages for s in stage.sessions]
+    assert len({p[-1].content for p in prompts}) == 330, "every question is new"
+    assert len({p[0].content for p in prompts}) == 24, "the prefixes are the same in all stages"
+    for stage in stages:
+        assert all(0 <= s.start_s <= stage.seconds for s in stage.sessions)
+
+
 def test_a_slower_clock_stretches_every_time() -> None:
     experiment = Experiment(name="x", workload=[{"kind": "chat", "rate": 2.0, "seconds": 20.0}], client=Client())
     plain, slow = experiment.build(3), faster(experiment.build(3), 0.25)
