@@ -8,8 +8,9 @@ Reads files; decides nothing. May import: the standard library, msgspec, loadtes
 import gzip
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import msgspec
@@ -44,6 +45,8 @@ class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     api: Literal["chat", "completions"] = "chat"
     warmup_s: float = 0.0  # the first seconds of a single-stage open loop are sent but not measured
+    arrivals: Literal["poisson", "constant"] = "poisson"  # of an open loop
+    stages: list[tuple[float, float]] = []  # (requests/s, seconds) each, drained between; instead of rate and seconds
     concurrency: int | None = None  # closed loop: this many sessions at a time instead of arrivals by rate
     closed_loop_s: float = 0.0  # closed loop: no session begins later; 0 = all of them are sent
     tools: int = 0  # chat: so many tool definitions in every request, as agents send them
@@ -62,9 +65,32 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
 
     def build(self, seed: int) -> Workload:
         """The workload. Raises ScenarioError when the arguments do not fit the kind."""
-        parts = [self._part(part, seed + 7919 * n) for n, part in enumerate(self.workload)]
+        ladder = self._ladder() if self.client.stages else {}
+        parts = [self._part(part | ladder, seed + 7919 * n) for n, part in enumerate(self.workload)]
         built = parts[0] if len(parts) == 1 else workload.mixed(self.name, parts)
-        return Workload(self.name, tuple(s for stage in built.stages for s in self._shape(stage)))
+        stages = built.stages
+        if ladder:
+            stages = tuple(self._slices(stages[0].sessions, Random(seed)))
+        return Workload(self.name, tuple(s for stage in stages for s in self._shape(stage)))
+
+    def _ladder(self) -> dict[str, float]:
+        """Rate and seconds of one long stage that has sessions enough for all of the ladder's."""
+        if len(self.workload) != 1 or self.workload[0].get("kind") not in ("shared-prefix", "cold", "chat", "rag"):
+            raise ScenarioError(f"scenario {self.name}: stages need one [[workload]] that has a rate")
+        wanted = sum(rate * seconds for rate, seconds in self.client.stages)
+        seconds = sum(seconds for _, seconds in self.client.stages)
+        return {"rate": 1.3 * (wanted + 50) / seconds, "seconds": seconds}
+
+    def _slices(self, sessions: Sequence[Session], rng: Random) -> Iterator[Stage]:
+        """The sessions in order, so many for each stage, at new times: every stage goes on where the last one ended."""
+        begin = 0
+        for rate, seconds in self.client.stages:
+            count = round(rate * seconds)
+            times = sorted(rng.uniform(0, seconds) for _ in range(count))  # a Poisson process of known count
+            part = sessions[begin : begin + count]
+            begin += count
+            placed = tuple(Session(t, s.turns) for t, s in zip(times, part, strict=True))
+            yield Stage(f"{rate:g}/s", placed, rate, seconds)
 
     def _part(self, part: Mapping[str, Any], seed: int) -> Workload:
         args = dict(part)
@@ -86,11 +112,15 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
             raise ScenarioError(f"scenario {self.name}: [[workload]] does not fit kind {kind!r}: {exc}") from exc
 
     def _shape(self, stage: Stage) -> list[Stage]:
-        """Closed loop or warm-up, where asked for."""
+        """Closed loop, constant arrivals or warm-up, where asked for."""
         c = self.client
+        if c.arrivals == "constant" and not stage.concurrency and stage.sessions:
+            gap_s = stage.seconds / len(stage.sessions)
+            even = tuple(Session((n + 0.5) * gap_s, s.turns) for n, s in enumerate(stage.sessions))
+            stage = msgspec.structs.replace(stage, sessions=even)
         if c.concurrency:
             return [msgspec.structs.replace(stage, concurrency=c.concurrency, seconds=c.closed_loop_s, rate_per_s=0.0)]
-        if not c.warmup_s or not stage.measured or stage.concurrency:
+        if not c.warmup_s or not stage.measured or stage.concurrency or c.stages:
             return [stage]
         early = tuple(s for s in stage.sessions if s.start_s < c.warmup_s)
         late = tuple(Session(s.start_s - c.warmup_s, s.turns) for s in stage.sessions if s.start_s >= c.warmup_s)

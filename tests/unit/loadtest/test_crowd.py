@@ -1,6 +1,7 @@
 """What one stream says of itself, prompts of exact length, scenarios, the parts of several clients. No sockets."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -138,7 +139,7 @@ def test_a_warm_up_is_cut_off_the_front() -> None:
 def test_constant_arrivals_are_evenly_spaced() -> None:
     stage = load_experiment("quick", {"warmup_s": 0.0, "arrivals": "constant"}).build(3).stages[0]
     times = [s.start_s for s in stage.sessions]
-    gaps = {round(b - a, 9) for a, b in zip(times, times[1:], strict=False)}
+    gaps = {round(b - a, 9) for a, b in pairwise(times)}
     assert len(gaps) == 1
     assert 0 < times[0] < times[-1] < stage.seconds
 
