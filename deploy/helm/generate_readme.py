@@ -10,7 +10,7 @@ WORDS = """\
 # Warmroute's Helm chart
 
 One URL in front of all vLLM pods of a namespace. `docs/kubernetes.md` leads from nothing to the first comparison with
-random routing; this page lists what can be set. Generated from `values.yaml` by `python deploy/helm/generate_readme.py`.
+random routing; this page lists what can be set, generated from `values.yaml` (`python deploy/helm/generate_readme.py`).
 
     docker build -t warmroute:{version} .        # then load it into the nodes, or push it and set image.repository
     helm install warmroute deploy/helm/warmroute --namespace serving --set discovery.selector.app=vllm
