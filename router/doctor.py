@@ -270,16 +270,24 @@ async def _probe_and_listen(http: aiohttp.ClientSession, facts: Facts, *, wait_s
             facts.events_connected = await _accepts(facts.events_endpoint)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             socket.connect(facts.events_endpoint)
-            await asyncio.sleep(min(1.0, wait_s))  # a subscription takes effect a moment after connecting
-        await _probe(http, facts)
         deadline_s = time.monotonic() + (wait_s if facts.events_connected else 0)
-        while await socket.poll(max(int((deadline_s - time.monotonic()) * 1000), 0)):
-            _note_batch((await socket.recv_multipart())[-1], facts)
-            deadline_s = min(deadline_s, time.monotonic() + 0.5)
+        await _probe(http, facts)
+        await _drain(socket, facts)
+        while not facts.batches and facts.probe_error is None and time.monotonic() < deadline_s:
+            await _probe(http, facts)  # a subscription takes effect some time after connecting: say something new
+            await _drain(socket, facts)
     except zmq.ZMQError:
         facts.events_connected = False
     finally:
         context.destroy(linger=0)
+
+
+async def _drain(socket: "zmq.asyncio.Socket", facts: Facts) -> None:
+    """Take what comes, until nothing has come for a moment; a busy pod never falls silent."""
+    for _ in range(200):
+        if not await socket.poll(500):
+            return
+        _note_batch((await socket.recv_multipart())[-1], facts)
 
 
 async def _accepts(endpoint: str) -> bool:
