@@ -156,6 +156,11 @@ async def test_a_chat_finds_its_history_again(render: Callable[..., Objects], tm
             await until(known)
             assert asked[-1] in asked[:-1]
             assert asked[-1] in {pod.name for pod in cluster.pods}
+        for name, process in (("rel-warmroute", router), ("rel-warmroute-indexer", indexer)):
+            limit = container(objects, "Deployment", name)["resources"]["limits"]["memory"]
+            used = await resident_bytes(process.admin)
+            sys.stdout.write(f"{name}: {used / 2**20:.0f} MiB resident\n")
+            assert used < int(limit.removesuffix("Gi")) * 2**30 / 2
         assert await router.stop() == 0
         assert await indexer.stop() == 0
 
@@ -211,4 +216,12 @@ async def test_the_smoke_test_of_helm_test(render: Callable[..., Objects], tmp_p
             output, _ = await asyncio.wait_for(process.communicate(), 60.0)
             assert process.returncode == 0, output.decode()
             assert b"no vLLM pod can serve yet" in output
+            limit = container(objects, "Deployment", "rel-warmroute")["resources"]["limits"]["memory"]
+            assert await resident_bytes(router.url) < int(limit.removesuffix("Gi")) * 2**30 / 2
             assert await router.stop() == 0
+
+
+async def resident_bytes(url: str) -> float:
+    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as reply:
+        (value,) = re.findall(r"^warmroute_process_resident_memory_bytes (\S+)$", await reply.text(), re.MULTILINE)
+    return float(value)
