@@ -62,9 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tool(name: str, argv: list[str]) -> int:
     if name == "diff":
-        from router.diff import run
-    elif name == "doctor":
-        from router.doctor import run
-    else:
-        from router.explain import run
-    return run(argv)
+        from router import diff
+
+        return diff.run(argv)
+    if name == "doctor":
+        from router import doctor
+
+        return doctor.run(argv)
+    from router import explain
+
+    return explain.run(argv)
