@@ -18,25 +18,26 @@ NAMESPACE = "serving"
 Objects = list[dict[str, Any]]
 
 
-def _helm(major: str) -> Path:
+def fetched(major: str, name: str = "helm") -> Path:
+    """The binary; skips the test when it cannot be had, unless `make test-helm` insists."""
     try:
-        return tool(major)
+        return tool(major, name)
     except (OSError, subprocess.SubprocessError) as exc:
         if os.environ.get("WARMROUTE_REQUIRE_HELM"):
             raise
-        pytest.skip(f"Helm {major} could not be fetched ({type(exc).__name__}); `make test-helm` insists on it")
+        pytest.skip(f"{name} {major} could not be fetched ({type(exc).__name__}); `make test-helm` insists on it")
 
 
 @pytest.fixture(scope="session", params=["v3", "v4"])
 def helm(request: pytest.FixtureRequest) -> Path:
     """Both of them in turn."""
-    return _helm(request.param)
+    return fetched(request.param)
 
 
 @pytest.fixture(scope="session")
 def helm4() -> Path:
     """The newer one, where one is enough."""
-    return _helm("v4")
+    return fetched("v4")
 
 
 @functools.cache

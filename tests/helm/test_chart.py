@@ -97,7 +97,7 @@ def test_objects_are_what_the_api_server_takes(render: Render, example: tuple[st
 
 
 def test_both_helms_render_the_same(example: tuple[str, ...]) -> None:
-    from tests.helm.conftest import _helm
+    from tests.helm.conftest import fetched
 
     def masked(text: str) -> list[Any]:
         objects = [o for o in yaml.safe_load_all(text) if o]
@@ -105,7 +105,7 @@ def test_both_helms_render_the_same(example: tuple[str, ...]) -> None:
             o["data"] = sorted(o["data"])  # made at random
         return sorted(objects, key=lambda o: (o["kind"], o["metadata"]["name"]))
 
-    assert masked(rendered(_helm("v3"), *example)) == masked(rendered(_helm("v4"), *example))
+    assert masked(rendered(fetched("v3"), *example)) == masked(rendered(fetched("v4"), *example))
 
 
 def test_package(helm: Path, tmp_path: Path) -> None:
