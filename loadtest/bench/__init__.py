@@ -1,0 +1,1 @@
+"""Measurements of single rooms, each a module with a `main`."""
