@@ -10,6 +10,7 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,12 +35,14 @@ from router.proxy.parse import explain_request
 from router.proxy.pool import Pool
 from router.route import Conductor, RouteLimits
 from router.settings import ServeSettings, SettingsError, pairs
+from router.tokenize.model import ModelOptions
 from router.tokenize.service import TokenLimits, TokenService
 
 if TYPE_CHECKING:
     from router.index.redis import RedisIndexReader
 
 log = logging.getLogger("warmroute.app")
+TOKENIZE_REPLY_MAX_BYTES = 32 << 20
 
 
 class Parts:
@@ -51,7 +54,16 @@ class Parts:
         self.fleet = build_fleet(settings)
         self.specs = fleet_specs(settings)
         self.tokens = TokenService(
-            pairs(settings.tokenizer, "--tokenizer"), limits=TokenLimits(deadline_s=settings.tokenize_deadline_s)
+            pairs(settings.tokenizer, "--tokenizer"),
+            options=token_options(settings),
+            limits=TokenLimits(
+                deadline_s=settings.tokenize_deadline_s,
+                cache_max_bytes=settings.token_cache_max_bytes,
+                compare_one_in=settings.compare_tokens_one_in,
+                pod_when_suspect=settings.pod_tokens_when_suspect,
+            ),
+            ask_pod=self._ask_tokenize if settings.ask_pod_tokenize else None,
+            metrics=self.metrics,
         )
         if settings.policy not in POLICIES:
             raise SettingsError(f"--policy {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
@@ -123,12 +135,42 @@ class Parts:
         for pod in state.pods.values():
             base = pod.base_model(None)
             if base is not None:
-                self.tokens.ensure(base, names=[m.id for m in pod.models if m.parent is None])
+                served = [m for m in pod.models if m.parent is None]
+                lengths = [m.max_model_len_tokens for m in served if m.max_model_len_tokens]
+                self.tokens.ensure(
+                    base, names=[m.id for m in served], max_model_len_tokens=min(lengths) if lengths else None
+                )
+
+    async def _ask_tokenize(self, model: str, question: bytes) -> bytes | None:
+        return await self.fleet.ask(model, "/tokenize", question, reply_max_bytes=TOKENIZE_REPLY_MAX_BYTES)
 
     def _forget(self, pod: str) -> None:
         known = self.fleet.state.pods.get(pod)
         for worker in known.workers if known else (WorkerAddress(pod),):
             self.local.forget(worker)
+
+
+def token_options(settings: ServeSettings) -> dict[str, ModelOptions]:
+    """What the pods were started with, as far as it changes prompts, by model. Raises SettingsError."""
+    common = ModelOptions(
+        content_format=settings.chat_template_content_format,
+        trust_request_template=settings.trust_request_chat_template,
+        exclude_tools_when_none=settings.exclude_tools_when_tool_choice_none,
+    )
+    options = {"*": common}
+    for model, file in pairs(settings.chat_template, "--chat-template").items():
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise SettingsError(f"--chat-template {model}={file} cannot be read: {exc}") from exc
+        options[model] = msgspec.structs.replace(options.get(model, common), chat_template=text)
+    for model, raw in pairs(settings.chat_template_kwargs, "--chat-template-kwargs").items():
+        try:
+            kwargs = msgspec.json.decode(raw, type=dict[str, Any])
+        except msgspec.MsgspecError as exc:
+            raise SettingsError(f"--chat-template-kwargs {model}=... is not a JSON object: {exc}") from exc
+        options[model] = msgspec.structs.replace(options.get(model, common), default_template_kwargs=kwargs)
+    return options
 
 
 def proxy_limits(settings: ServeSettings) -> ProxyLimits:

@@ -133,6 +133,35 @@ class ServeSettings(CommonSettings):
         default_factory=list,
         description="MODEL=PATH_OR_ID: where a model's tokenizer is; repeatable; unset: the model's own root",
     )
+    chat_template: Many = Field(
+        default_factory=list,
+        description="MODEL=FILE: the template the pods got by --chat-template; MODEL * is every model; repeatable",
+    )
+    chat_template_kwargs: Many = Field(
+        default_factory=list,
+        description="MODEL=JSON: the pods' --default-chat-template-kwargs; MODEL * is every model; repeatable",
+    )
+    chat_template_content_format: Literal["auto", "string", "openai"] = Field(
+        "auto", description="as the pods' flag of this name: how templates read message content"
+    )
+    trust_request_chat_template: bool = Field(
+        False, description="as the pods' flag of this name: render a chat_template that comes in a request"
+    )
+    exclude_tools_when_tool_choice_none: bool = Field(False, description="as the pods' flag of this name")
+    token_cache_max_bytes: int = Field(
+        128 << 20,
+        gt=0,
+        description="of remembered pieces of prompts and their ids, per tokenizer; 75 KB a 7k-token chat",
+    )
+    ask_pod_tokenize: bool = Field(
+        True, description="ask a pod's /tokenize for prompts that cannot be rendered here, and to compare a sample"
+    )
+    compare_tokens_one_in: int = Field(
+        200, ge=0, description="prompts of which one is compared with a pod's own ids; 0: never"
+    )
+    pod_tokens_when_suspect: bool = Field(
+        False, description="ask the pods for all prompts of a model whose ids keep differing from theirs"
+    )
     index_deadline_ms: float = Field(
         20.0, gt=0, description="limit of a lookup in Redis; after it the local view alone decides"
     )

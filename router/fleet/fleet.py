@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -120,6 +121,24 @@ class Fleet:
     def learn_block_sizes_from(self, source: Callable[[WorkerAddress], int | None]) -> None:
         """Block sizes seen in events win over those that /metrics gives."""
         self._learnt_block_size = source
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    async def ask(self, base_model: str, path: str, body: bytes, *, reply_max_bytes: int) -> bytes | None:
+        """POST a JSON `body` to any serving pod of `base_model`; the body of a 200, else None. No retry, no deadline.
+
+        Raises OSError when the pod cannot be reached or breaks off.
+        """
+        pods = [p for p in self.state.pods.values() if p.serving and p.base_model(None) == base_model]
+        if not pods or self._session is None:
+            return None
+        url = random.choice(pods).spec.url + path
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as reply:
+                return await _bounded(reply, reply_max_bytes) if reply.status == 200 else None
+        except (aiohttp.ClientError, ValueError) as exc:
+            raise OSError(f"{path}: {type(exc).__name__}") from exc
 
     # -- membership -----------------------------------------------------------------------------------------------
 

@@ -71,6 +71,13 @@ class _Model(msgspec.Struct):
     task: asyncio.Task[None] | None = None
     parity: Parity = msgspec.field(default_factory=lambda: Parity(one_in=0))
 
+    def learn_length(self, max_model_len_tokens: int | None) -> None:
+        """The pods' limit, which truncate_prompt_tokens -1 means."""
+        if max_model_len_tokens not in (None, self.options.max_model_len_tokens):
+            self.options = msgspec.structs.replace(self.options, max_model_len_tokens=max_model_len_tokens)
+            if self.renderer is not None:
+                self.renderer.options = self.options
+
 
 class TokenService:
     """Implements router.tokenize.port.Tokens. Create it anywhere, `start()` it in the event loop that asks it.
@@ -121,6 +128,7 @@ class TokenService:
         """Begin to load what the settings name. Returns at once; status() tells how far it is."""
         self._started = True
         for name, source in self._configured.items():
+            self._names[name] = name
             self._add(name, source, configured=True, names=(name,))
 
     async def close(self) -> None:
@@ -134,29 +142,35 @@ class TokenService:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._loaders.shutdown(wait=False, cancel_futures=True)
 
-    def ensure(self, model: str, source: str | None = None, *, names: Iterable[str] = ()) -> None:
+    def ensure(
+        self,
+        model: str,
+        source: str | None = None,
+        *,
+        names: Iterable[str] = (),
+        max_model_len_tokens: int | None = None,
+    ) -> None:
         """A pod serves `model` (its base id), known to clients as `names`; `source` is its root path or hub id.
 
         Cheap and idempotent: call it whenever a model is learnt. Without a setting for the model or a name of it, only
         a local folder or the hub's cache is used.
         """
-        if model in self._names or not self._started:
+        if not self._started:
             return
-        for name in (model, *names):
-            if name in self._configured:
-                self._names[model] = name
-                return
-        source = source or model
-        self._add(source, source, configured=False, names=(model,))
+        if model not in self._names:
+            chosen = next((name for name in (model, *names) if name in self._configured), None)
+            if chosen is not None:
+                self._names[model] = chosen
+            else:
+                self._names[model] = source or model
+                self._add(source or model, source or model, configured=False, names=(model, *names))
+        self._models[self._names[model]].learn_length(max_model_len_tokens)
 
     def _add(self, key: str, source: str, *, configured: bool, names: Iterable[str]) -> None:
-        for name in names:
-            self._names[name] = key
         if key in self._models:
             return
-        options = self._options.get(key) or self._options.get("*") or ModelOptions()
-        for name in names:
-            options = self._options.get(name, options)
+        named = (self._options[name] for name in (*names, key, "*") if name in self._options)
+        options = next(named, ModelOptions())
         parity = Parity(one_in=self.limits.compare_one_in)
         entry = self._models[key] = _Model(source=source, configured=configured, options=options, parity=parity)
         entry.task = asyncio.get_running_loop().create_task(self._keep_loading(entry), name=f"tokenizer {key}")
@@ -169,7 +183,9 @@ class TokenService:
                 if not entry.configured and not await loop.run_in_executor(self._loaders, self._at_hand, entry.source):
                     entry.state = "absent"
                 else:
-                    entry.renderer = await loop.run_in_executor(self._loaders, self._build, entry)
+                    renderer = await loop.run_in_executor(self._loaders, self._build, entry)
+                    renderer.options = entry.options  # they may have been learnt meanwhile
+                    entry.renderer = renderer
                     entry.state, entry.error = "ready", ""
                     return
             except (LoadFailure, Unrenderable, ValueError) as exc:

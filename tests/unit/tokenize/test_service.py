@@ -169,3 +169,19 @@ async def test_long_bodies_give_the_same_ids_in_the_pool() -> None:
             await service.close()
     assert isinstance(found[0], PromptTokens)
     assert found[0] == found[1] == found[2]
+
+
+async def test_the_pods_length_is_what_truncating_to_minus_one_means() -> None:
+    service = TokenService({"m": "x"}, loader=returns_tiny)
+    await service.start()
+    body = msgspec.json.encode({"prompt": "one two three " * 20, "truncate_prompt_tokens": -1, "max_tokens": 4})
+    try:
+        await settled(service)
+        unknown = await service.prompt(model="m", endpoint="/v1/completions", body=body)
+        assert isinstance(unknown, NoTokens)
+        service.ensure("m", max_model_len_tokens=10)
+        found = await service.prompt(model="m", endpoint="/v1/completions", body=body)
+        assert isinstance(found, PromptTokens)
+        assert found.count == 9  # one token of the context stays free for the answer
+    finally:
+        await service.close()
