@@ -138,7 +138,7 @@ class KubeApi:
             more = page.metadata.continue_ or None
 
     async def watch(
-        self, path: str, query: Mapping[str, str], version: str | None, *, life_s: int, limit_s: float
+        self, path: str, query: Mapping[str, str], version: str | int | None, *, life_s: int, limit_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Lines of a watch from `version` on; the server ends it after `life_s`, we after `limit_s` in any case.
 
@@ -146,7 +146,7 @@ class KubeApi:
         """
         params = [*query.items(), ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(life_s))]
         if version:
-            params.append(("resourceVersion", version))
+            params.append(("resourceVersion", str(version)))
         async with await self._open(path, params, limit_s, None) as response:
             async for line in response.content:
                 if line.strip():

@@ -19,7 +19,6 @@ class Meta(Wire, frozen=True):
     name: str = ""
     namespace: str = ""
     uid: str = ""
-    resource_version: str | None = None
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
@@ -122,7 +121,7 @@ class Service(KubeObject, frozen=True):
 
 
 class ListMeta(Wire, frozen=True):
-    resource_version: str | None = None
+    resource_version: str | int | None = None  # opaque
     continue_: str | None = msgspec.field(default=None, name="continue")
 
 

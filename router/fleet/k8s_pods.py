@@ -64,7 +64,7 @@ def _spec(pod: KubePod, ports: Ports, problems: list[str]) -> PodSpec | None:
         return None
     return _describe(
         pod,
-        identity=pod.metadata.uid,
+        identity=pod.metadata.uid or pod.metadata.key,
         name=pod.metadata.name,
         ip=pod.status.pod_ip,
         http_port=ports.http or _named_ports(pod).get("http") or _first_port(pod) or VLLM_PORT,
@@ -192,7 +192,7 @@ def _incarnation(pod: KubePod, http_port: int) -> str:
     if owner is None and pod.spec.containers:
         owner = pod.spec.containers[0].name
     statuses = pod.status.container_statuses or []
-    status = next((s for s in statuses if s.name == owner), statuses[0] if len(statuses) == 1 else None)
+    status = next((s for s in statuses if s.name == owner), statuses[0] if statuses else None)
     if status is None:
         return ""
     for state in (status.state, status.last_state):

@@ -120,7 +120,7 @@ class Reflector(Generic[Object]):
         query = await self._query(self._api)
         labels = {"labelSelector": query.selector_text}
         listed: dict[str, Object] = {}
-        version: str | None = None
+        version: str | int | None = None
         async for page in self._api.pages(query.path, labels):
             version = page.metadata.resource_version
             for raw in page.items or ():
@@ -156,7 +156,7 @@ class Reflector(Generic[Object]):
         key, objects = new.metadata.key, dict(self.objects)
         if event.type != "DELETED" and query.selector.matches(new.metadata.labels):
             objects[key] = new
-        elif key in objects and objects[key].metadata.uid == new.metadata.uid:
+        elif key in objects and new.metadata.uid in ("", objects[key].metadata.uid):
             del objects[key]
         self.objects = objects
         self._changed()
