@@ -75,6 +75,16 @@ class VllmPod:
         self._put(deleting=True)
         await self.engine.stop(freeze=True)
 
+    async def new_life(self, *, restarts: int = 0, uid: str | None = None, told: bool = True) -> None:
+        """The engine starts anew on its old ports, in a restarted container or as another pod of the same name."""
+        await self.engine.stop()
+        if uid is not None:
+            self._api.delete(self.object, told=told)
+            self.object["metadata"]["uid"] = uid
+        self.engine.pod.restart()
+        await self.engine._listen(self.engine._bind())
+        self._put(restarts=restarts)
+
     def evict(self) -> None:
         """Evicted by its node: Failed and without address, though its process may still answer for a while."""
         self._put(ip=None, phase="Failed", ready=False)

@@ -128,6 +128,46 @@ async def test_h30_to_zero_and_back(tmp_path: Path) -> None:
         assert (await ask())[0] == 200
 
 
+@pytest.mark.parametrize("how", ["container restart", "namesake in a list"])
+async def test_h26_a_new_life_begins_with_an_empty_cache(tmp_path: Path, how: str) -> None:
+    """The engine's address and ports stay the same, so only Kubernetes tells at once that its cache is gone."""
+    async with world(tmp_path, 1) as (api, cluster, router), aiohttp.ClientSession() as session:
+        (pod,) = cluster.pods
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "remember this. " * 60}], "max_tokens": 2}
+
+        async def matched() -> int:
+            async with session.post(f"{router.admin}/debug/route", json=body) as reply:
+                rows = (await reply.json())["workers"]
+                return sum(row["matched_tokens"] or 0 for row in rows)
+
+        async def until_matched(wanted: bool, within_s: float) -> None:
+            async with asyncio.timeout(within_s):
+                while (await matched() > 0) is not wanted or not await ready():
+                    await asyncio.sleep(0.05)
+
+        async def ready() -> bool:
+            async with session.get(f"{router.url}/ready") as reply:
+                return bool((await reply.json())["pods_ready"] == 1)
+
+        async def chat() -> None:
+            async with session.post(f"{router.url}/v1/chat/completions", json=body) as reply:
+                assert reply.status == 200, await reply.text()
+                await reply.read()
+
+        async with asyncio.timeout(30.0):
+            while await matched() == 0:  # the tokenizer may still be loading
+                await chat()
+        if how == "container restart":
+            await pod.new_life(restarts=1)
+        else:
+            await api.stop()
+            await pod.new_life(uid="another", told=False)
+            await api.start()
+        await until_matched(False, within_s=20.0)
+        await chat()
+        await until_matched(True, within_s=20.0)
+
+
 async def test_the_api_server_goes_away_and_comes_back(tmp_path: Path) -> None:
     await api_away(tmp_path, away_s=3.0)
 
