@@ -29,7 +29,7 @@ demo: $(VENV)/.run  ## emulated pods, the router, and random against prefix rout
 	$(BIN)/warmroute demo
 
 test: $(VENV)/.dev  ## every test that needs no GPU, no cluster and no vLLM
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: lint types layers $(VENV)/.dev  ## before a change is shared: format, lint, types, layers, unit tests
 	$(BIN)/python -m pytest tests/unit tests/ports tests/sim tests/test_tidy.py
