@@ -66,10 +66,13 @@ async def read_body(request: web.BaseRequest, limits: ProxyLimits, held: HeldBod
     announced = request.content_length
     if announced is not None and announced > limits.request_max_bytes:
         raise _too_large(limits)
-    await _answer_expect(request)
+    content = request.content
+    whole = content.is_eof() and content.exception() is None  # the usual case: it came along with the head
+    await _answer_expect(request, waits=not whole)
+    if whole:
+        return _counted(content.read_nowait(), limits, held)
     parts: list[bytes] = []
     size = 0
-    content = request.content
     while True:
         try:
             async with asyncio.timeout(limits.request_body_idle_limit_s):
@@ -85,27 +88,32 @@ async def read_body(request: web.BaseRequest, limits: ProxyLimits, held: HeldBod
         size += len(chunk)
         if size > limits.request_max_bytes:
             raise _too_large(limits)
-        if not held.add(len(chunk)):
-            raise HttpError(
-                429,
-                "The router holds too many request bodies; try again.",
-                retry_after_s=limits.retry_after_s,
-                close=True,
-            )
-        parts.append(chunk)
+        parts.append(_counted(chunk, limits, held))
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _counted(chunk: bytes, limits: ProxyLimits, held: HeldBody) -> bytes:
+    """The chunk, if all bodies together may hold it. Raises HttpError(413, 429)."""
+    if len(chunk) > limits.request_max_bytes:
+        raise _too_large(limits)
+    if held.add(len(chunk)):
+        return chunk
+    message = "The router holds too many request bodies; try again."
+    raise HttpError(429, message, retry_after_s=limits.retry_after_s, close=True)
 
 
 def _too_large(limits: ProxyLimits) -> HttpError:
     return HttpError(413, f"The request's body is larger than {limits.request_max_bytes} bytes.", close=True)
 
 
-async def _answer_expect(request: web.BaseRequest) -> None:
+async def _answer_expect(request: web.BaseRequest, *, waits: bool) -> None:
     """`Expect: 100-continue`: the client waits for this line before it sends its body."""
     expect = request.headers.get("Expect")
     if expect is None or request.version < HttpVersion11:
         return
     if expect.lower() != "100-continue":
         raise HttpError(417, "The only expectation that is met here is 100-continue.", close=True)
+    if not waits:
+        return
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0

@@ -259,27 +259,39 @@ class Exchange:
     # -- passing on ---------------------------------------------------------------------------------------------------
 
     async def _relay(self, reply: Reply, begun: bytes, choice: Choice, watch: Watch) -> web.StreamResponse:
-        """Head, then bytes as they come; a client that reads slowly holds the pod back. Raises UpstreamFailed."""
+        """Head, then bytes as they come; a client that reads slowly holds the pod back. Raises UpstreamFailed.
+
+        What has come already goes out in one write: head and beginning together, the last bytes and the end together.
+        """
         record, limits = self._record, self._parts.limits
+        chunk = begun or reply.read_nowait()
         response = await self._begin(reply.status, reply.reason, reply.headers, choice)
-        chunk = begun or await self._first_chunk(reply, response)
+        if chunk is None:
+            response.send_head()
+            chunk = await self._first_chunk(reply, response)
         if chunk:
             choice.booking.first_token()
             record.first_byte()
         sniffs = self._asked.endpoint == "/v1/responses" and reply.status == 200
         while chunk:
-            watch.wait_for("client", limits.client_stall_limit_s)
             record.bytes_out += len(chunk)
             if self._event_stream:
                 self._at_event_border = chunk.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
             if sniffs:
                 sniffs = self._sniff(chunk, choice)
+            more = reply.read_nowait()
+            if more == b"":
+                break
+            watch.wait_for("client", limits.client_stall_limit_s)
             await response.write(chunk)
             watch.wait_for("idle", limits.idle_limit_s)
-            chunk = await reply.read()
+            chunk = more or await reply.read()
         if reply.delimited_by_close and self._event_stream and not self._at_event_border:
+            if chunk:
+                await response.write(chunk)
             raise UpstreamFailed("reset", "an event stream without length ended inside an event")
-        await response.write_eof()
+        watch.wait_for("client", limits.client_stall_limit_s)
+        await response.write_eof(chunk)
         return response
 
     async def _first_chunk(self, reply: Reply, response: RelayResponse) -> bytes:
@@ -391,10 +403,8 @@ class Exchange:
 
     async def _answer_kept(self, kept: Kept) -> web.StreamResponse:
         response = await self._begin(kept.status, kept.reason, kept.headers, kept.choice)
-        if kept.body:
-            self._record.bytes_out += len(kept.body)
-            await response.write(kept.body)
-        await response.write_eof()
+        self._record.bytes_out += len(kept.body)
+        await response.write_eof(kept.body)
         return response
 
 

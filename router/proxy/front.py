@@ -16,11 +16,11 @@ import ssl
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from email.utils import formatdate
 from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import HttpVersion10, HttpVersion11
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
@@ -124,6 +124,7 @@ class Front(web.Server):
         self._metrics = metrics
         self._open: Counter[str] = Counter()
         self._open_total = 0
+        metrics.client_connections.set_function(lambda: self._open_total)
         self._empty: asyncio.Event | None = None
 
     def __call__(self) -> RequestHandler:
@@ -154,7 +155,6 @@ class Front(web.Server):
             return reason
         self._open[peer] += 1
         self._open_total += 1
-        self._metrics.client_connections.set(self._open_total)
         return None
 
     def leaves(self, peer: str) -> bool:
@@ -163,7 +163,6 @@ class Front(web.Server):
         if self._open[peer] <= 0:
             del self._open[peer]
         self._open_total -= 1
-        self._metrics.client_connections.set(self._open_total)
         if self._empty is not None and self._open_total == 0:
             self._empty.set()
         return True
@@ -180,10 +179,15 @@ class RelayResponse(web.StreamResponse):
     async def _start(self, request: web.BaseRequest) -> AbstractStreamWriter:
         self._req = request
         writer = self._payload_writer = request._payload_writer
-        head = self._head(request, writer)
-        writer._write(head)  # type: ignore[attr-defined]  # as send_headers() does, but with the bytes as they came
-        writer._headers_written = True  # type: ignore[attr-defined]
+        # As write_headers() does, but with the bytes as they came; they go out with the first bytes of the body.
+        writer._headers_buf = self._head(request, writer)  # type: ignore[attr-defined]
+        writer._headers_written = False  # type: ignore[attr-defined]
         return writer
+
+    def send_head(self) -> None:
+        """Do not wait for the body's first bytes."""
+        if self._payload_writer is not None:
+            self._payload_writer.send_headers()
 
     def _head(self, request: web.BaseRequest, writer: AbstractStreamWriter) -> bytes:
         version = request.version
@@ -196,7 +200,7 @@ class RelayResponse(web.StreamResponse):
                 continue
             lines += (name, b": ", value, b"\r\n")
         if b"date" not in names:
-            lines += (b"Date: ", formatdate(usegmt=True).encode(), b"\r\n")
+            lines += (b"Date: ", rfc822_formatted_time().encode(), b"\r\n")
         if not empty and b"content-length" not in names:
             if version >= HttpVersion11:
                 writer.enable_chunking()
@@ -223,14 +227,13 @@ class RelayResponse(web.StreamResponse):
             return
         self._eof_sent = True
         if not self.broken and self._payload_writer is not None:
-            if data:
-                await self._payload_writer.write(data)
-            await self._payload_writer.write_eof()
+            await self._payload_writer.write_eof(data)
         self._req = None
         self._payload_writer = None
 
     def break_off(self) -> None:
         """No clean end: what was written is flushed, then the connection closes in the middle of the body."""
+        self.send_head()
         self.broken = True
         self._keep_alive = False
         request = self._req

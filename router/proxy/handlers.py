@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import os
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
 
@@ -25,7 +25,7 @@ from router.proxy.front import ClientGone, Front
 from router.proxy.headers import RawHeaders, request_id, value_of
 from router.proxy.limits import ProxyLimits
 from router.proxy.parse import NOTHING, Parsed, parse, route_request
-from router.proxy.record import Record
+from router.proxy.record import Meters, Record
 from router.proxy.sticky import ResponseHomes
 from router.proxy.upstream import Upstream
 from router.proxy.watch import GoneWatch
@@ -73,18 +73,18 @@ class Proxy:
         self._bodies = BodyLedger(parts.limits.buffered_bodies_max_bytes)
         self._lifecycle = lifecycle
         self.inflight = 0
+        self._meters = Meters(parts.metrics)
+        parts.metrics.inflight.set_function(lambda: self.inflight)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, remembered however it ends."""
         target = origin_form(request.raw_path)
         path = target.partition("?")[0]
-        given_id = request_id(request.raw_headers, uuid.uuid4().hex)
+        given_id = request_id(request.raw_headers, os.urandom(16).hex())
         record = Record(
             method=request.method, path=path, client=request.remote or "", request_id=given_id.decode("latin-1")
         )
-        metrics = self._parts.metrics
         self.inflight += 1
-        metrics.inflight.set(self.inflight)
         try:
             response = await self._answer(request, target, path, given_id, record)
             record.status = record.status or response.status
@@ -103,8 +103,7 @@ class Proxy:
             raise
         finally:
             self.inflight -= 1
-            metrics.inflight.set(self.inflight)
-            record.finish(metrics)
+            record.finish(self._meters)
         if self._lifecycle.draining:
             response.force_close()
         return response

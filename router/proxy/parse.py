@@ -105,7 +105,7 @@ def _checked(fields: _Fields, text: bytes, endpoint: str) -> Parsed:
             raise HttpError(400, f"The field `model` {problem}; GET /v1/models lists what is served.", param="model")
         model = None
     salt, previous = fields.cache_salt, fields.previous_response_id
-    # As vLLM's request classes do it: what would be echoed with log-probabilities is computed, not taken from the cache.
+    # As in vLLM: what is echoed with log-probabilities is computed, not taken from the cache.
     echoed = fields.top_logprobs if endpoint == "/v1/chat/completions" else fields.logprobs
     skips = fields.prompt_logprobs is not None or (bool(fields.echo) and echoed is not None)
     return Parsed(

@@ -162,27 +162,34 @@ class PodConnection(asyncio.Protocol):
         """Not one byte of a reply has come."""
         return not self._seen
 
+    def read_nowait(self, parser: ReplyParser) -> bytes | None:
+        """See Reply.read_nowait."""
+        body = parser.body
+        if body:
+            data = body[0] if len(body) == 1 else b"".join(body)
+            body.clear()
+            self._buffered_bytes = 0
+            self._read_on()
+            return data
+        if parser.done:
+            return b""
+        if self._broken is not None:
+            raise self._broken
+        if self._lost:
+            raise UpstreamFailed("reset", "the connection ended before the reply did")
+        self._read_on()
+        return None
+
     async def read(self, parser: ReplyParser) -> bytes:
         """See Reply.read."""
-        while not parser.body:
-            if parser.done:
-                return b""
-            if self._broken is not None:
-                raise self._broken
-            if self._lost:
-                raise UpstreamFailed("reset", "the connection ended before the reply did")
-            if not self._reading and self.transport is not None:
-                self._reading = True
-                self.transport.resume_reading()
+        while (data := self.read_nowait(parser)) is None:
             await self._wait()
-        body = parser.body
-        data = body[0] if len(body) == 1 else b"".join(body)
-        body.clear()
-        self._buffered_bytes = 0
+        return data
+
+    def _read_on(self) -> None:
         if not self._reading and self.transport is not None:
             self._reading = True
             self.transport.resume_reading()
-        return data
 
     def finish(self) -> None:
         """The request is over: back to the pool if the reply was read to its end, else broken at once."""
@@ -231,6 +238,10 @@ class PodReply:
         if self._connection is None:
             return b""
         return await self._connection.read(self._parser)
+
+    def read_nowait(self) -> bytes | None:
+        """See Reply.read_nowait."""
+        return b"" if self._connection is None else self._connection.read_nowait(self._parser)
 
     def close(self) -> None:
         """See Reply.close."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import time
 
+from prometheus_client import Counter, Histogram
+
 from router.ops import Metrics, access
 from router.route import Choice
 
@@ -49,6 +51,32 @@ def route_label(path: str) -> str:
     return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
 
 
+class Meters:
+    """The series of requests, each looked up once: finding a series by its labels costs more than counting in it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._counts: dict[tuple[str, int], Counter] = {}
+        self._seconds: dict[str, tuple[Histogram, Histogram]] = {}
+
+    def count(self, endpoint: str, status: int, duration_s: float, first_byte_s: float | None) -> None:
+        """One request has ended. Both labels come from closed sets."""
+        counter = self._counts.get((endpoint, status))
+        if counter is None:
+            counter = self._counts[endpoint, status] = self._metrics.requests.labels(endpoint, str(status))
+        counter.inc()
+        seconds = self._seconds.get(endpoint)
+        if seconds is None:
+            seconds = (
+                self._metrics.request_seconds.labels(endpoint),
+                self._metrics.first_byte_seconds.labels(endpoint),
+            )
+            self._seconds[endpoint] = seconds
+        seconds[0].observe(duration_s)
+        if first_byte_s is not None:
+            seconds[1].observe(first_byte_s)
+
+
 class Record:
     """Filled while the request is handled, written once at its end."""
 
@@ -88,13 +116,10 @@ class Record:
         if self.first_byte_s is None:
             self.first_byte_s = time.monotonic() - self._began_s
 
-    def finish(self, metrics: Metrics) -> None:
+    def finish(self, meters: Meters) -> None:
         """Count and log."""
         duration_s = time.monotonic() - self._began_s
-        metrics.requests.labels(self.endpoint, str(self.status)).inc()
-        metrics.request_seconds.labels(self.endpoint).observe(duration_s)
-        if self.first_byte_s is not None:
-            metrics.first_byte_seconds.labels(self.endpoint).observe(self.first_byte_s)
+        meters.count(self.endpoint, self.status, duration_s, self.first_byte_s)
         if access.isEnabledFor(logging.INFO):
             access.info("request", extra={"fields": self._fields(duration_s)})
 

@@ -57,6 +57,10 @@ class Reply(Protocol):
         """The next bytes as they came, b"" at the end. Raises UpstreamFailed."""
         ...
 
+    def read_nowait(self) -> bytes | None:
+        """What `read` would give without waiting; None when it would wait. Raises UpstreamFailed."""
+        ...
+
     def close(self) -> None:
         """Give the connection back if the reply was read to its end, else break it at once. Idempotent."""
         ...
@@ -178,6 +182,13 @@ class AiohttpReply:
         names = {name.lower() for name, _ in response.raw_headers}
         empty = method == "HEAD" or response.status in (204, 304)
         self.delimited_by_close = not empty and b"content-length" not in names and b"transfer-encoding" not in names
+
+    def read_nowait(self) -> bytes | None:
+        """See Reply.read_nowait."""
+        content = self._response.content
+        if content.exception() is not None:
+            return None  # read() says what it is
+        return content.read_nowait() or (b"" if content.at_eof() else None)
 
     async def read(self) -> bytes:
         """See Reply.read."""

@@ -206,7 +206,7 @@ async def run(w: World, pod: FakePod, seeds: list[int]) -> None:
 async def test_proxy_fuzz_random_exchanges_arrive_byte_identical() -> None:
     pod = FakePod(by_plan)
     async with world(pods=[pod]) as w:
-        await run(w, pod, list(range(200)))
+        await run(w, pod, list(range(120)))
 
 
 @pytest.mark.slow

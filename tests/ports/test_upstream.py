@@ -22,7 +22,7 @@ KINDS = {"pool": Pool, "aiohttp": AiohttpUpstream}
 
 @pytest.fixture(params=sorted(KINDS))
 async def upstream(request: pytest.FixtureRequest) -> AsyncIterator[Upstream]:
-    made = KINDS[request.param](ProxyLimits(connect_limit_s=2.0), Metrics())
+    made = KINDS[request.param](ProxyLimits(connect_limit_s=2.0, pod_keepalive_s=1.0), Metrics())
     yield made
     await made.close()
 
