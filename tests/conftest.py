@@ -1,4 +1,7 @@
-"""Which event loop a test runs on: the proxy's on uvloop, which serves in production, the rest on asyncio's own."""
+"""Which event loop a test runs on: the proxy's on uvloop, which serves in production, the rest on asyncio's own.
+
+Hypothesis tries the same examples everywhere and takes its time: a slow machine is no failure.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "house", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("house")
 
 ON_UVLOOP = ("test_proxy_", "test_upstream", "test_real_clients", "test_chaos")
 

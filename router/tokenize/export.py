@@ -1,9 +1,9 @@
 """Child process: load a tokenizer as the engine does, write down what rendering and encoding need, leave.
 
-`python -m router.tokenize.export SOURCE --out FILE [--offline]`. transformers decides which class a repository really
+`python -m router.tokenize.export SOURCE [--offline]`. transformers decides which class a repository really
 gets and how its files are patched up (special tokens, prefix spaces, BOS); re-implementing that would be guessing. But
 importing it costs 84 MB and two seconds of holding the interpreter's lock, so it happens here and not in the router.
-Exit status 0 and msgpack of Exported in FILE, or 1 and one line of reason on standard error.
+Exit status 0 and msgpack of Exported on standard output, or 1 and one line of reason on standard error.
 May import: the standard library, msgspec, router.tokenize.{pieces,proof}, and transformers inside functions.
 """
 
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -116,18 +116,23 @@ def main(argv: list[str] | None = None) -> int:
     """Command line of the child process."""
     parser = argparse.ArgumentParser(prog="python -m router.tokenize.export")
     parser.add_argument("source")
-    parser.add_argument("--out", required=True)
     parser.add_argument("--offline", action="store_true")
     args = parser.parse_args(argv)
     if args.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)  # what libraries print must not get into the answer
+        return _answer(args.source, offline=args.offline, out=out)
+
+
+def _answer(source: str, *, offline: bool, out: BinaryIO) -> int:
     try:
-        exported = export(args.source, offline=args.offline)
+        exported = export(source, offline=offline)
     except Exception as exc:  # foreign code on foreign files: every failure is this model's and is reported in one line
         sys.stderr.write(f"{type(exc).__name__}: {exc}".splitlines()[0][:500] + "\n")
         return 1
-    Path(args.out).write_bytes(msgspec.msgpack.encode(exported))
+    out.write(msgspec.msgpack.encode(exported))
     return 0
 
 

@@ -237,7 +237,7 @@ class TokenService:
             return asked or NoTokens("tokenizer_failed", "its ids differ from the pods'")
         result = await self._local(entry, endpoint, body)
         if isinstance(result, NoTokens):
-            asked = await self._from_pod(model, endpoint, body) if _pod_may_know(model, entry, result) else None
+            asked = await self._from_pod(model, endpoint, body) if _pod_may_know(entry, result) else None
             return asked or result
         if entry is not None and not result.partial and self._budget is not None and entry.parity.take():
             self._compare_later(entry, model, endpoint, body, result.packed)
@@ -335,12 +335,11 @@ def _renderer(entry: _Model | None) -> ModelRenderer | NoTokens:
     return NoTokens("no_tokenizer", entry.state)
 
 
-def _pod_may_know(model: str, entry: _Model | None, result: NoTokens) -> bool:
-    """Is it the model that we cannot render, and not this body? For harmony /tokenize gives other ids than chats."""
-    if "gpt-oss" in model.lower():
-        return False
-    if result.reason in ("no_tokenizer", "tokenizer_failed"):
-        return True
+def _pod_may_know(entry: _Model | None, result: NoTokens) -> bool:
+    """Is it the model that we cannot render, and not this body? For harmony /tokenize gives other ids than chats.
+
+    Without a tokenizer the pods are not asked: that would be every request, and approximate routing serves those.
+    """
     coded = entry.renderer.unrenderable if entry is not None and entry.renderer is not None else None
     return result.reason == "unrenderable" and coded is not None and coded != "harmony"
 

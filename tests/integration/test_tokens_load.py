@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,12 @@ def test_a_broken_folder_fails_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(LoadFailure):
         load(str(tmp_path), offline=True, deadline_s=300)
+
+
+def test_a_loader_that_is_late_or_not_wanted_any_more_is_killed() -> None:
+    with pytest.raises(LoadFailure, match="longer than"):
+        load(str(TINY), offline=True, deadline_s=0)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(LoadFailure, match="stopped"):
+        load(str(TINY), offline=True, deadline_s=300, stop=stop)

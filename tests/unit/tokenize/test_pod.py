@@ -16,7 +16,7 @@ from router.tokenize.chat import Unrenderable
 from router.tokenize.pod import PodBudget, tokenize_body
 from router.tokenize.port import NoTokens, PromptTokens
 from router.tokenize.service import TokenLimits, TokenService
-from tests.unit.tokenize.exported import with_template
+from tests.unit.tokenize.exported import tiny_exported, with_template
 from tests.unit.tokenize.test_service import CHAT, returns_tiny, settled
 
 CHATS = "/v1/chat/completions"
@@ -168,18 +168,39 @@ async def test_a_wrong_template_is_reported_within_20_requests_and_the_pods_are_
         await wrong.close()
 
 
-async def test_without_a_tokenizer_the_pod_is_asked_but_not_for_harmony() -> None:
+@pytest.mark.parametrize(("coded", "asks"), [("deepseek_v32", 1), ("harmony", 0), (None, 0)])
+async def test_pods_are_asked_for_models_that_the_engine_encodes_in_code(coded: str | None, asks: int) -> None:
     questions: list[str] = []
 
     async def ask(model: str, question: bytes) -> bytes:
         questions.append(model)
         return b'{"tokens": [7, 8]}'
 
+    exported = msgspec.structs.replace(tiny_exported(), unrenderable=coded)
+    limits = TokenLimits(compare_one_in=0)
+    service = TokenService({"m": "x"}, loader=lambda *_, **__: exported, ask_pod=ask, limits=limits)
+    await service.start()
+    try:
+        await settled(service)
+        found = await service.prompt(model="m", endpoint=CHATS, body=CHAT)
+        assert len(questions) == asks
+        if asks:
+            assert found == PromptTokens(packed=pack_tokens([7, 8]))
+        else:
+            assert isinstance(found, PromptTokens if coded is None else NoTokens)
+        refused = await service.prompt(model="m", endpoint=CHATS, body=b"{")
+        assert isinstance(refused, NoTokens)
+    finally:
+        await service.close()
+
+
+async def test_without_any_tokenizer_no_pod_is_asked() -> None:
+    async def ask(model: str, question: bytes) -> bytes:
+        raise AssertionError(model)
+
     service = TokenService(ask_pod=ask)
     await service.start()
     try:
-        assert await service.prompt(model="m", endpoint=CHATS, body=CHAT) == PromptTokens(packed=pack_tokens([7, 8]))
-        assert isinstance(await service.prompt(model="openai/gpt-oss-20b", endpoint=CHATS, body=CHAT), NoTokens)
-        assert questions == ["m"]
+        assert isinstance(await service.prompt(model="m", endpoint=CHATS, body=CHAT), NoTokens)
     finally:
         await service.close()
