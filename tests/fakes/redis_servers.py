@@ -66,7 +66,7 @@ class Server:
         """One command on a connection of its own."""
         import redis
 
-        with redis.Redis(port=self.port, protocol=2) as client:
+        with redis.Redis(host="127.0.0.1", port=self.port, protocol=2, socket_timeout=20) as client:
             return client.execute_command(*args)
 
 
