@@ -34,6 +34,7 @@ def error_type(status: int) -> str:
 
 def error_object(status: int, message: str, *, code: str | None = None, param: str | None = None) -> bytes:
     """An OpenAI error object as JSON."""
+    message = message.encode("utf-8", "replace").decode()  # a quoted name may hold half a surrogate pair
     error = {"message": message, "type": error_type(status), "param": param, "code": code or status}
     return msgspec.json.encode({"error": error})
 

@@ -9,7 +9,9 @@ May import: the standard library, router.ops, router.proxy.{limits,upstream,wire
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
+import socket
 import ssl
 from collections import deque
 from typing import cast
@@ -53,6 +55,7 @@ class PodConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass of it
+        _notice_dead_hosts(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         parser = self._parser
@@ -373,6 +376,22 @@ def _head(request: UpstreamRequest, prefix: str, host: bytes) -> bytes:
         lines.append(b"Content-Length: %d\r\n" % len(request.body))
     lines.append(b"\r\n")
     return b"".join(lines)
+
+
+def _notice_dead_hosts(sock: socket.socket | None) -> None:
+    """A node that lost its power sends nothing, not even a reset: let the kernel find out within half a minute."""
+    if sock is None:
+        return
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", 15),
+            ("TCP_KEEPINTVL", 5),
+            ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 30_000),
+        ):
+            if hasattr(socket, name):  # not on every system
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 _tls: list[ssl.SSLContext] = []

@@ -521,3 +521,52 @@ async def test_h13_a_malformed_reply_is_a_json_502_for_that_request_only(wire: b
         assert w.bodies() == 3
         assert w.pod.connections == 2  # the bad one was dropped
         assert w.fleet.failures["malformed"] == 1
+
+
+# -- odd clients ------------------------------------------------------------------------------------------------
+
+
+async def test_an_upgrade_is_not_passed_on_and_leaves_the_connection_usable() -> None:
+    async with world() as w:
+        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA=="
+        data = b"GET /v1/realtime HTTP/1.1\r\nHost: r\r\n%b\r\n\r\nGET /health HTTP/1.1\r\nHost: r\r\n\r\n" % upgrade
+        got = await w.raw(data, until=b'"ok"')
+        assert got.count(b"HTTP/1.1 200") == 2
+        assert w.pod.requests[0].header("upgrade") is None
+        assert w.pod.requests[0].header("connection") is None
+
+
+async def test_http2_and_tls_on_the_plain_port_are_told_so_and_reach_no_pod() -> None:
+    async with world() as w:
+        assert (await w.raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
+        assert b"400" in (await w.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100)))[:20]
+        assert w.bodies() == 0
+
+
+async def test_half_a_surrogate_pair_in_a_model_name_is_a_404() -> None:
+    async with world() as w:
+        assert (await error_of(w, post(CHAT, b'{"model":"\\ud83d"}')))[0] == 404
+
+
+async def test_a_client_that_shuts_its_sending_side_counts_as_gone() -> None:
+    """asyncio's servers take a half-closed connection for one whose client has left (docs/proxy.md)."""
+
+    async def silent(served: Served) -> None:
+        await served.wait_closed_by_peer()
+
+    async with world(silent) as w:
+        _, writer = await asyncio.open_connection("127.0.0.1", w.port)
+        writer.write(post(CHAT, b'{"model":"m"}'))
+        await eventually(lambda: w.bodies() == 1)
+        writer.write_eof()
+        await eventually(lambda: w.inflight == 0 and not w.pod.open)
+        writer.close()
+
+
+async def test_a_pods_head_and_body_in_one_piece_go_out_in_one_piece() -> None:
+    async with world() as w:
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.port)
+        writer.write(post(CHAT, b'{"model":"m"}'))
+        first = await reader.read(1 << 20)
+        assert first.endswith(b"}")  # head, whole body: no wait for a second segment
+        writer.close()
