@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: docs help demo test check lint types layers format test-slow test-vllm test-helm clean
+.PHONY: bench-proxy chaos docs help demo test check lint types layers format test-slow test-vllm test-helm clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -68,6 +68,12 @@ $(VLLM_VENV)/.installed:
 
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.installed  ## real vLLM on the CPU: predicted against delivered cached tokens
 	$(BIN)/python -m pytest -m vllm tests/vllm -s
+
+bench-proxy: $(VENV)/.dev  ## what the proxy costs: CPU a request, added time to first byte
+	$(BIN)/python -m loadtest.bench.proxy
+
+chaos: $(VENV)/.dev  ## ten minutes of kills, freezes, refusals and aborts, every request accounted for
+	$(BIN)/python -m tests.chaos.run --seconds 600
 
 docs: $(VENV)/.dev  ## write the generated reference pages
 	$(BIN)/python docs/generate.py
