@@ -107,8 +107,14 @@ def arms_from(url: str | None, policies: str, by_url: Sequence[str]) -> list[Arm
     return [Arm(p, (url.rstrip("/"),), p) for p in policies.split(",") if p]
 
 
-def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
+def wide_console() -> Console:
+    """A terminal as wide as it is; a file or pipe wide enough for the tables."""
     console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
+    console = wide_console()
     try:
         plan = asyncio.run(_plan(args, arms))
         with Display(console, quiet=args.quiet) as display:
@@ -165,7 +171,8 @@ def command_line(argv: Sequence[str]) -> str:
         if word in ("--api-key", "--header"):
             words[n + 1] = "***"
     words = [w.split("=")[0] + "=***" if w.startswith(("--api-key=", "--header=")) else w for w in words]
-    return shlex.join(["warmroute", *words])
+    front = ["warmroute"] if words[:1] in (["loadtest"], ["demo"]) else ["warmroute", "loadtest"]
+    return shlex.join([*front, *words])
 
 
 def save(done: Run, out: Path) -> list[Path]:
@@ -195,7 +202,7 @@ def run_report(args: argparse.Namespace) -> int:
         done = load(args.saved)
     except (OSError, msgspec.DecodeError, PlanError) as exc:
         return _refuse(exc)
-    console = Console()
+    console = wide_console()
     console.print(report_text.render(done))
     for path in save(done, args.out or args.saved):
         console.print(f"wrote {path}", highlight=False, markup=False)

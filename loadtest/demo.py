@@ -21,7 +21,7 @@ import aiohttp
 from rich.console import Console
 
 from loadtest import report_text
-from loadtest.compare import save
+from loadtest.compare import save, wide_console
 from loadtest.crowds import Recipe
 from loadtest.experiment import Experiment, ScenarioError, load_experiment
 from loadtest.fleet.text import TINY_MODEL
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The whole demonstration. Returns the exit status."""
-    console = Console()
+    console = wide_console()
     changes = {k: v for k, v in (("rate", args.rate), ("seconds", args.seconds)) if v is not None}
     try:
         experiment = load_experiment("demo", changes)

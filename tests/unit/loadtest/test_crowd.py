@@ -203,3 +203,5 @@ def test_a_pod_that_restarted_meanwhile_counts_from_its_new_beginning() -> None:
 def test_keys_do_not_get_into_the_report() -> None:
     argv = ["x", "loadtest", "run", "--api-key", "sk-1", "--header", "Authorization: Bearer sk-2", "--api-key=sk-3"]
     assert "sk-" not in command_line(argv)
+    assert command_line(["x/__main__.py", "run", "--seed", "3"]) == "warmroute loadtest run --seed 3"
+    assert command_line(["warmroute", "loadtest", "run"]) == "warmroute loadtest run"
