@@ -52,7 +52,7 @@ test-slow: $(VENV)/.dev  ## the thorough lane: more seeds, more documents, chaos
 	$(BIN)/python -m pytest -m slow
 
 test-helm: $(VENV)/.dev  ## the chart under real Helm 3 and 4
-	$(BIN)/python -m pytest tests/helm -m 'slow or not slow'
+	WARMROUTE_REQUIRE_HELM=1 $(BIN)/python -m pytest tests/helm -m 'slow or not slow'
 
 $(VLLM_VENV)/.installed:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \

@@ -82,8 +82,11 @@ class CommonSettings(_Base):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text for people")
     admin_host: str = Field("127.0.0.1", description="address of the admin port (health, metrics, debug)")
-    discovery: Literal["static", "kubernetes", "dns"] = Field(
-        "static", description="where pods come from: --pod, or the Kubernetes API"
+    discovery: Literal["static", "kubernetes", "dns", "file"] = Field(
+        "static", description="where pods come from: --pod, the Kubernetes API, a host name (--service), --pods-file"
+    )
+    pods_file: Path | None = Field(
+        None, description="file with one SPEC a line, as after --pod, read again when it changes (file discovery)"
     )
     namespace: str | None = Field(None, description="namespace of the pods (kubernetes discovery); unset: our own")
     selector: str | None = Field(None, description="label selector of the pods, as kubectl takes it")

@@ -4,6 +4,7 @@ Slow: the environment is made from what the Dockerfile copies and by what it run
 with a read-only root, as another user, with the two writable places that the chart gives it.
 """
 
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from router.cli import build_parser
+from router.fleet.discover import build_discovery
+from router.ops import Metrics
+from router.settings import ServeSettings, read
 from tests.fakes.redis_servers import free_port
 from tests.helm.conftest import CHART
 from tests.helm.fetch_tools import ROOT, hadolint
@@ -109,3 +114,20 @@ def health(port: int, process: subprocess.Popen[str]) -> int:
         except OSError:
             time.sleep(0.1)
     return 0
+
+
+def test_the_compose_file_fits_the_image_and_itself() -> None:
+    services = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text())["services"]
+    flags = vars(build_parser().parse_args(services["router"]["command"]))
+    settings = read(ServeSettings, flags)
+    assert settings.service in services
+    build_discovery(settings, lambda pods: None, Metrics())
+    vllm = services["vllm"]["command"]
+    events = json.loads(next(a.partition("=")[2] for a in vllm if a.startswith("--kv-events-config=")))
+    assert events["endpoint"] == f"tcp://*:{settings.events_port}"
+    assert events["replay_endpoint"] == f"tcp://*:{settings.replay_port}"
+    assert f"--port={settings.pod_port}" in vllm
+    assert settings.drain_s < int(services["router"]["stop_grace_period"].removesuffix("s"))
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert services["router"]["image"] == f"warmroute:{chart['appVersion']}"
+    assert services["vllm"]["image"] == yaml.safe_load((CHART / "values.yaml").read_text())["vllm"]["image"]
