@@ -20,6 +20,7 @@ from tests.vllm.traffic import Chat, Request, token_prefixes, token_prompt, word
 pytestmark = pytest.mark.vllm
 SMALL_BLOCKS, BIG_BLOCKS = 300, 4000
 REQUESTS = 300
+BLOCK = 32
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +61,12 @@ class Tally:
 
     def __init__(self) -> None:
         self.total = self.prompt_equal = self.match_equal = self.hits = self.delivered = self.prompt = 0
+        self.unexplained = 0
         self.pods: Counter[str] = Counter()
         self.differences: list[str] = []
 
-    def add(self, number: int, kind: str, answer: dict[str, Any], headers: Any) -> None:
+    def add(self, number: int, kind: str, answer: dict[str, Any], headers: Any, before: tuple[int, int] | None) -> None:
+        """`before`: prompt and completion tokens of the chat's last turn."""
         usage = answer["usage"]
         delivered = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         predicted = int(headers["x-warmroute-matched-tokens"])
@@ -76,10 +79,12 @@ class Tally:
         self.prompt_equal += length == usage["prompt_tokens"]
         self.match_equal += predicted == delivered
         if length != usage["prompt_tokens"] or predicted != delivered:
+            cause = _cause(predicted, delivered, before) if length == usage["prompt_tokens"] else "UNEXPLAINED"
+            self.unexplained += cause == "UNEXPLAINED"
             self.differences.append(
                 f"request {number} ({kind}): prompt {length} / {usage['prompt_tokens']}, predicted {predicted}, "
                 f"indexed {headers['x-warmroute-indexed-tokens']}, delivered {delivered}, "
-                f"{headers['x-warmroute-reason']}"
+                f"{headers['x-warmroute-reason']}: {cause}"
             )
 
     def show(self, what: str) -> None:
@@ -91,26 +96,39 @@ class Tally:
             print("  differs:", line)
 
 
+def _cause(predicted: int, delivered: int, before: tuple[int, int] | None) -> str:
+    """Blocks that the last answer filled are known by their events alone, which may come after the next request."""
+    if before is not None:
+        prompt, completion = before
+        told_by_prompt = prompt // BLOCK * BLOCK
+        if told_by_prompt <= predicted < delivered <= (prompt + completion) // BLOCK * BLOCK:
+            return "events of the last answer's blocks were still under way"
+    return "UNEXPLAINED"
+
+
 async def one_at_a_time(url: str, seed: int) -> Tally:
     rng = Random(seed)
     systems = [words(rng, 150 + 40 * i) for i in range(6)]
     prefixes = token_prefixes(rng, 5, 200)
     chats: list[Chat] = []
+    last: dict[int, tuple[int, int]] = {}
     tally = Tally()
     async with aiohttp.ClientSession() as session:
         for number in range(REQUESTS):
             if rng.random() < 0.25:
                 answer, headers = await post(session, url, token_prompt(rng, prefixes))
-                tally.add(number, "token ids", answer, headers)
+                tally.add(number, "token ids", answer, headers, None)
                 continue
             if len(chats) < 8 or rng.random() < 0.1:
                 chats.append(Chat(rng, rng.choice(systems), tools=rng.random() < 0.5, max_tokens=rng.choice([8, 40])))
             chat = rng.choice(chats)
             answer, headers = await post(session, url, chat.next(rng.randrange(10, 60)))
             chat.answer(answer["choices"][0]["message"]["content"])
-            tally.add(number, f"chat turn {chat.turn}", answer, headers)
+            tally.add(number, f"chat turn {chat.turn}", answer, headers, last.get(id(chat)))
+            last[id(chat)] = (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"])
             if chat.turn >= 5:
                 chats.remove(chat)
+                del last[id(chat)]
     return tally
 
 
@@ -120,6 +138,7 @@ def judge(tally: Tally) -> None:
     assert len(tally.pods) == 2, "one engine got everything"
     assert tally.prompt_equal == tally.total
     assert tally.match_equal >= 0.99 * tally.total
+    assert tally.unexplained == 0
 
 
 def test_memory_index(engines: list[Engine]) -> None:

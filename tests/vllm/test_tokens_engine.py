@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from router.core.hashing import pack_tokens
-from router.doctor import diagnose, examine
+from router.diagnosis import diagnose
+from router.doctor import examine
 from router.ops import Metrics
 from router.tokenize.load import load
 from router.tokenize.model import ModelOptions, ModelRenderer
