@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from router.doctor import Finding, diagnose, examine
+from router.diagnosis import Finding, diagnose
+from router.doctor import examine
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import PromptTokens
 from router.tokenize.service import render_fully

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from router.doctor import Facts, built_in_chats, diagnose
+from router.diagnosis import Facts, diagnose
+from router.doctor import built_in_chats
 
 RIGHT = Facts(
     url="http://pod:8000",

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from router.diff import Parting, _sketch, diff, renderer, run
+from router.core.hashing import pack_tokens
+from router.diff import renderer, run, sketch
 from router.tokenize.model import ModelOptions, ModelRenderer
+from router.tokenize.parting import Parting, Prompt, diff
 from tests.unit.tokenize.exported import TINY, tiny_exported, with_template
 
 RULES = "Follow the rules of the house and answer in one sentence. " * 20
@@ -68,7 +70,7 @@ def test_each_pair_has_its_cause(exact: Any, cause: str, a: dict[str, Any], b: d
 
 @pytest.mark.parametrize(("cause", "a", "b"), [pytest.param(*p, id=f"{n}-{p[0]}") for n, p in enumerate(PAIRS)])
 def test_and_also_without_a_tokenizer(cause: str, a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert diff(a, b, _sketch).cause == cause
+    assert diff(a, b, sketch).cause == cause
 
 
 def test_a_template_variable_at_the_front_is_named() -> None:
@@ -90,14 +92,11 @@ def test_the_next_turn_is_a_continuation(exact: Any) -> None:
 
 def test_the_unicode_form_is_named() -> None:
     a, b = chat(f"Bewahre die Schlüssel. {RULES}"), chat(f"Bewahre die Schlu\u0308ssel. {RULES}")
-    assert diff(a, b, _sketch).cause == "unicode_form"
+    assert diff(a, b, sketch).cause == "unicode_form"
 
 
 def test_a_doubled_bos_is_named() -> None:
     def with_bos(body: dict[str, Any]) -> Any:
-        from router.core.hashing import pack_tokens
-        from router.diff import Prompt
-
         ids = [1] * body["bos"] + list(range(10, 40))
         return Prompt(text="<s>" * body["bos"] + "text", ids=pack_tokens(ids))
 
@@ -109,7 +108,7 @@ def test_dropped_reasoning_is_named() -> None:
     thought = {"role": "assistant", "content": "b", "reasoning": "because"}
     a = {"model": "m", "messages": [TURN[0], thought, TURN[2]]}
     b = {"model": "m", "messages": TURN}
-    assert diff(a, b, _sketch).cause == "reasoning_dropped"
+    assert diff(a, b, sketch).cause == "reasoning_dropped"
 
 
 def test_what_it_costs(exact: Any) -> None:

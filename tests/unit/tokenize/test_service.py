@@ -11,6 +11,7 @@ from router.tokenize.export import Exported
 from router.tokenize.load import LoadFailure
 from router.tokenize.port import NoTokens, PromptTokens
 from router.tokenize.service import TokenLimits, TokenService
+from router.tokenize.shelf import LoadLimits
 from tests.unit.tokenize.exported import tiny_exported
 
 CHAT = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "hello there"}]})
@@ -94,7 +95,9 @@ async def test_a_failure_is_remembered_shown_and_retried_later_and_not_by_reques
             raise LoadFailure("no such repository")
         return tiny_exported()
 
-    service = TokenService({"m": "no/such"}, loader=loader, limits=TokenLimits(retry_first_s=0.05, retry_max_s=0.05))
+    service = TokenService(
+        {"m": "no/such"}, loader=loader, limits=TokenLimits(load=LoadLimits(retry_first_s=0.05, retry_max_s=0.05))
+    )
     await service.start()
     try:
         await settled(service)
