@@ -14,8 +14,8 @@ from router.fleet.state import PodSpec
 DiscoveredPod = PodSpec
 """A found pod is described like a configured one.
 
-`identity` is the UID, `incarnation` changes exactly when the container that serves has started anew and is "" while
-nothing is known of it. Pods that are not `ready` or are `terminating` are in the list: they take no new request, but
+`identity` is the UID; `incarnation` changes exactly when the container that serves has started anew or the address is
+another one. Pods that are not `ready` or are `terminating` are in the list: they take no new request, but
 their streams in flight and their events still count. A pod that is not in the list is gone.
 """
 

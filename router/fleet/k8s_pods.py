@@ -131,7 +131,7 @@ def _describe(
         model=said.text("model"),
         ready=pod is not None and _ready(pod),
         terminating=pod is not None and pod.metadata.deletion_timestamp is not None,
-        incarnation=_incarnation(pod, http_port) if pod is not None else "",
+        incarnation=f"{ip} {_container_start(pod, http_port) if pod is not None else ''}".strip(),
     )
 
 
@@ -183,8 +183,8 @@ def _first_port(pod: KubePod) -> int | None:
     return next((port.container_port for _, port in _tcp_ports(pod)), None)
 
 
-def _incarnation(pod: KubePod, http_port: int) -> str:
-    """Changes when the container that owns the HTTP port has started anew, and at no other time.
+def _container_start(pod: KubePod, http_port: int) -> str:
+    """Changes when the container that owns the HTTP port has started anew, and at no other time; "" if not known.
 
     After a crash Kubernetes moves the old start from `state` to `lastState`: while nothing runs, that one is told.
     """

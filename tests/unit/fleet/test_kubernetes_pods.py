@@ -125,6 +125,7 @@ def test_incarnation_is_the_container_start_and_nothing_else() -> None:
     assert incarnation(restarts=1, started_at="2026-01-01T00:09:00Z") != first
     assert incarnation(restarts=1) != first, "a restart within the same second"
     assert incarnation(started_at="2026-01-01T00:09:00Z") != first
+    assert incarnation(ip="10.9.9.9") != first, "H26: what another address held is not here"
 
 
 def test_a_crashed_container_keeps_its_incarnation_until_it_runs_again() -> None:
@@ -160,7 +161,7 @@ def test_nulls_of_go_are_empty_lists() -> None:
     pod["metadata"]["labels"] = pod["status"]["conditions"] = pod["status"]["containerStatuses"] = None
     pod["spec"]["containers"][0]["ports"] = None
     (found,) = by_selector(pod).pods
-    assert (found.ready, found.incarnation, found.url) == (False, "", "http://10.0.0.1:8000")
+    assert (found.ready, found.incarnation, found.url) == (False, "10.0.0.1", "http://10.0.0.1:8000")
     assert by_service([k.endpoint_slice("s", None)]).pods == ()
 
 
@@ -193,7 +194,7 @@ def test_the_pod_itself_knows_more_than_its_endpoint() -> None:
     assert [(p.ready, p.terminating) for p in deleted] == [(True, True)], "the slice lags behind the deletion"
     assert by_service(slices, k.pod("a", uid="ua", phase="Failed")).pods == ()
     (pod,) = by_service(slices, k.pod("a", uid="ua", annotations={"warmroute.dev/ranks": "2"})).pods
-    assert (pod.ranks, bool(pod.incarnation)) == (2, True)
+    assert (pod.ranks, "2026" in pod.incarnation) == (2, True)
 
 
 def test_a_pod_in_two_slices_is_one_pod() -> None:
