@@ -487,3 +487,16 @@ def test_the_comparisons_flags_are_known_to_the_load_test(render: Render) -> Non
     assert kept["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     assert str(asked.out).startswith(box["volumeMounts"][0]["mountPath"] + "/")
     assert "--allow-policy-header" in container(objects, "Deployment", "rel-warmroute")["args"]
+
+
+def test_the_notes_read_well(helm4: Path, example: tuple[str, ...]) -> None:
+    command = [helm4, "install", "rel", CHART, "--namespace", NAMESPACE, "--dry-run=client", *example]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=60, env={"KUBECONFIG": "/dev/null", "HOME": "/tmp"}
+    )
+    notes = done.stdout.partition("NOTES:\n")[2]
+    assert "http://rel-warmroute.serving:80/v1" in notes
+    assert "docker build -t warmroute:" in notes
+    assert ("--selector=" in notes) != ("--service=" in notes)
+    assert ("set\n   discovery.selector to their labels" in notes) == (example == ())
+    assert not re.search(r"<no value>|\{\{|%!|\n\n\n", notes)
