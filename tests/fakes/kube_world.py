@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from loadtest.fleet.faults import Fault
+from loadtest.fleet.faults import NO_FAULT, Fault
 from loadtest.fleet.launch import RunningPod
 from loadtest.fleet.pod import PodConfig
 from loadtest.fleet.text import ModelText
@@ -38,10 +38,11 @@ class VllmPod:
         self.engine = RunningPod(PodConfig(profile=load_profile("laptop-toy"), speed=4.0, answer_tokens=40), text)
         self.object: Json = {}
 
-    async def start(self) -> None:
-        """Comes up: first an object without address, then one that is running, then ready."""
+    async def start(self, fault: Fault = NO_FAULT) -> None:
+        """Comes up: an object without address, then one that runs, then ready; with `fault` from the start."""
         self._put(ip=None, phase="Pending", ready=False)
         await self.engine.start()
+        self.engine.pod.faults.set(fault)
         submit = self.engine.pod.submit
 
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -7,13 +7,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
+from loadtest.fleet.faults import NO_FAULT, Fault
 from loadtest.fleet.text import TINY_MODEL
+from tests.fakes import kube_api as k
 from tests.fakes.kube_api import KubeApi, kube_api
-from tests.fakes.kube_world import Cluster, Crowd, Process, warmroute
+from tests.fakes.kube_world import Cluster, Crowd, Process, VllmPod, warmroute
 
 ARGS = [
     "serve",
@@ -126,6 +130,66 @@ async def test_h30_to_zero_and_back(tmp_path: Path) -> None:
         await cluster.add()
         await until_ready(router, 1)
         assert (await ask())[0] == 200
+
+
+async def test_h24_ready_for_kubernetes_but_not_healthy(tmp_path: Path) -> None:
+    async with world(tmp_path, 1) as (_, cluster, router), Crowd(router.url) as crowd:
+        await crowd.more()
+        sick = VllmPod(cluster.api, "sick", cluster.text, cluster.labels)
+        cluster.pods.append(sick)
+        await sick.start(Fault(kind="503", health=True))
+        await crowd.more()
+        assert (await pods_of(router))["sick"]["reason"] == "health"
+        assert sick.requests == 0
+        sick.engine.pod.faults.set(NO_FAULT)
+        await until_ready(router, 2)
+        assert crowd.failed == crowd.broken == crowd.silent == []
+
+
+async def test_h25_a_pod_that_talks_nonsense_stops_nothing(tmp_path: Path) -> None:
+    """Its /v1/models answers 500, then HTML, then hangs; meanwhile others come and go as ever."""
+    turn = 0
+
+    async def models(_: web.Request) -> web.Response:
+        nonlocal turn
+        turn += 1
+        if turn == 1:
+            return web.json_response({"error": "boom"}, status=500)
+        if turn == 2:
+            return web.Response(text="<html>starting</html>", content_type="text/html")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.get("/health", health)])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = str(runner.addresses[0][1])
+        async with world(tmp_path, 1) as (api, cluster, router), Crowd(router.url) as crowd:
+            api.put(k.pod("odd", "127.0.0.1", annotations={"warmroute.dev/port": port}))
+            async with asyncio.timeout(30.0):
+                while turn < 3:
+                    await asyncio.sleep(0.05)
+            await cluster.add()
+            await until_ready(router, 2)
+            await cluster.pods[0].terminate(pre_stop_s=PRE_STOP_S, drain_s=20.0)
+            await until_ready(router, 1)
+            await crowd.more()
+            assert (await pods_of(router))["odd"]["ready"] is False
+            assert crowd.failed == crowd.broken == crowd.silent == []
+    finally:
+        await runner.cleanup()
+
+
+async def pods_of(router: Process) -> dict[str, Any]:
+    """The rows of /debug/pods by name."""
+    async with aiohttp.ClientSession() as session, session.get(f"{router.admin}/debug/pods") as reply:
+        return {row["pod"]: row for row in (await reply.json())["pods"]}
 
 
 @pytest.mark.parametrize("how", ["container restart", "namesake in a list"])

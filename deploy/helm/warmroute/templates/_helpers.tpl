@@ -94,7 +94,8 @@ warmroute.dev/fleet: {{ include "warmroute.fullname" . }}
       key: {{ .Values.redis.key }}
 {{- else if .Values.redis.url }}
 - name: WARMROUTE_REDIS_URL
-  value: {{ printf "%s%s" .Values.redis.url (ternary "?ssl_ca_certs=/redis-ca/ca.crt" "" (not (empty .Values.redis.caSecret))) | quote }}
+  {{- $ca := printf "%sssl_ca_certs=/redis-ca/ca.crt" (ternary "&" "?" (contains "?" .Values.redis.url)) }}
+  value: {{ printf "%s%s" .Values.redis.url (ternary "" $ca (empty .Values.redis.caSecret)) | quote }}
 {{- else }}
 - name: VALKEY_PASSWORD
   valueFrom:
