@@ -12,7 +12,7 @@ from indexer.app import Indexer
 from indexer.follow import follow
 from router.admin import AdminPages
 from router.door import Lifecycle
-from router.fleet.build import build_fleet, count_pods, fleet_specs, start_pods
+from router.fleet.build import build_fleet, count_pods, discovery_shown, fleet_specs, start_pods
 from router.index.redis_writer import RedisIndexWriter
 from router.ops import Metrics, setup_logging
 from router.process import open_admin, run_on_uvloop, stop_signals
@@ -38,7 +38,10 @@ async def _serve(settings: IndexSettings) -> None:
         await fleet.start()
         stack.push_async_callback(fleet.close)
         pages = AdminPages(
-            metrics=metrics, fleet=fleet, lifecycle=lifecycle, details=lambda: {"index": {"workers": indexer.status()}}
+            metrics=metrics,
+            fleet=fleet,
+            lifecycle=lifecycle,
+            details=lambda: {"discovery": discovery_shown(fleet), "index": {"workers": indexer.status()}},
         )
         await open_admin(pages, settings, None, stack)
         await start_pods(fleet, settings, specs, stack, metrics)

@@ -20,7 +20,7 @@ from indexer.follow import follow
 from router.admin import AdminPages
 from router.core.types import WorkerAddress
 from router.door import ApiKeys, Lifecycle
-from router.fleet.build import build_fleet, count_pods, fleet_specs, pod_tls, start_pods
+from router.fleet.build import build_fleet, count_pods, discovery_shown, fleet_specs, pod_tls, start_pods
 from router.fleet.state import FleetState
 from router.index.local import LocalView
 from router.index.memory import MemoryIndex
@@ -124,12 +124,15 @@ class Parts:
 
     def details(self) -> dict[str, Any]:
         """What /ready and /debug/pods say beyond the pods themselves."""
-        discovery = self.fleet.discovery
         return {
-            "discovery": None if discovery is None else msgspec.to_builtins(discovery.status()),
+            "discovery": discovery_shown(self.fleet),
             "tokenizers": self.tokens.status(),
             "index": {**self.index.status(), "workers": self.indexer.status() if self.indexer else None},
         }
+
+    def prefixes(self) -> dict[str, Any]:
+        """What /debug/prefixes says: what prefixes save, and what keeps prompts from sharing one. No text of any."""
+        return {"top": self.conductor.prefixes.top(), "early_partings": self.tokens.partings()}
 
     def _learn_tokenizers(self, state: FleetState) -> None:
         for pod in state.pods.values():
@@ -202,6 +205,7 @@ async def _serve(settings: ServeSettings) -> None:
         conductor=parts.conductor,
         read_request=explain_request,
         details=parts.details,
+        prefixes=parts.prefixes,
     )
     stop = stop_signals()
     async with AsyncExitStack() as stack:

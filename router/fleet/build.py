@@ -9,6 +9,9 @@ import asyncio
 import ssl
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
 
 from router.fleet.fleet import Fleet, FleetTimes
 from router.fleet.state import FleetState, PodSpec
@@ -66,6 +69,11 @@ async def start_pods(
     fleet.discovery = discovery
     task = asyncio.create_task(discovery.run(), name="discovery")
     stack.callback(task.cancel)
+
+
+def discovery_shown(fleet: Fleet) -> dict[str, Any] | None:
+    """How the discovery is doing, for /ready and /debug/pods; None with pods from the settings."""
+    return None if fleet.discovery is None else dict(msgspec.to_builtins(fleet.discovery.status()))
 
 
 def pod_tls(settings: CommonSettings) -> ssl.SSLContext | None:

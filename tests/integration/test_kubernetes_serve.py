@@ -250,6 +250,9 @@ async def api_away(tmp_path: Path, away_s: float) -> None:
         await cluster.add()
         await crowd.more()
         await until_ready(router, 2)
+        async with aiohttp.ClientSession() as session, session.get(f"{router.url}/ready") as reply:
+            shown = (await reply.json())["discovery"]
+            assert "connection to the API server failed" in shown["last_error"], "an operator is told"
         await api.start()
         await until_ready(router, 3)
         assert crowd.failed == crowd.broken == crowd.silent == []
