@@ -53,6 +53,7 @@ class AdminPages:
         conductor: Explains | None = None,
         read_request: ReadRequest | None = None,
         details: Details = dict,
+        prefixes: Details | None = None,
         metrics_page: MetricsPage | None = None,
     ) -> None:
         self._metrics = metrics
@@ -61,6 +62,7 @@ class AdminPages:
         self._conductor = conductor
         self._read_request = read_request
         self._details = details
+        self._prefixes = prefixes
         self._metrics_page = metrics_page
 
     async def __call__(self, request: web.BaseRequest, path: str) -> web.StreamResponse | None:
@@ -76,9 +78,11 @@ class AdminPages:
                 return web.Response(body=page, headers={"Content-Type": METRICS_CONTENT_TYPE})
             case "GET", "/debug/pods":
                 return _json({"pods": self._fleet.status(), **self._details()})
+            case "GET", "/debug/prefixes" if self._prefixes is not None:
+                return _json(self._prefixes())
             case "POST", "/debug/route" if self._conductor is not None:
                 return await self._explain(request)
-            case _, "/health" | "/ready" | "/metrics" | "/debug/pods" | "/debug/route":
+            case _, "/health" | "/ready" | "/metrics" | "/debug/pods" | "/debug/prefixes" | "/debug/route":
                 allowed = "POST" if path == "/debug/route" else "GET"
                 return _error(405, f"{path} takes {allowed}.", allow=allowed)
         return None

@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 
 from router.tokenize.load import LoadFailure, load
-from router.tokenize.model import ModelOptions, ModelRenderer, TextJob
+from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.parting import Parting, Prompt, Render, diff
-from router.tokenize.port import NoTokens, PromptTokens
-from router.tokenize.service import render
+from router.tokenize.rendering import renderer
 
 
 def sketch(body: dict[str, Any]) -> Prompt:
@@ -33,31 +32,6 @@ def sketch(body: dict[str, Any]) -> Prompt:
         role = message.get("role") if isinstance(message, dict) else ""
         parts.append(f"<{role}>\n{said}" + (json.dumps(rest, ensure_ascii=False) if rest else ""))
     return Prompt(text="\n".join(parts), ids=None)
-
-
-def renderer(model: ModelRenderer) -> Render:
-    """Exact prompts. The returned function raises ValueError for a request that cannot be rendered."""
-
-    def rendered(body: dict[str, Any]) -> Prompt:
-        endpoint = _endpoint(body)
-        found = render(model, endpoint, msgspec.json.encode(body))
-        if isinstance(found, NoTokens):
-            raise ValueError(f"cannot be rendered: {found.detail or found.reason}")
-        if isinstance(found, TextJob):
-            return Prompt(text=found.text, ids=found.finish().packed)
-        assert isinstance(found, PromptTokens)
-        return Prompt(text=" ".join(map(str, memoryview(found.packed).cast("I"))), ids=found.packed)
-
-    return rendered
-
-
-def _endpoint(body: dict[str, Any]) -> str:
-    if "input" in body:
-        return "/v1/responses"
-    if "messages" in body:
-        anthropic = "system" in body or any("input_schema" in t for t in body.get("tools") or [] if isinstance(t, dict))
-        return "/v1/messages" if anthropic else "/v1/chat/completions"
-    return "/v1/completions"
 
 
 def _read(path: str) -> dict[str, Any]:

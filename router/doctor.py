@@ -30,7 +30,7 @@ from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.pod import tokenize_body
 from router.tokenize.port import PromptTokens
 from router.tokenize.proof import chats
-from router.tokenize.service import render_fully
+from router.tokenize.rendering import render_fully
 
 CHATS = 60
 _PATH = "/v1/chat/completions"

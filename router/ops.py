@@ -105,6 +105,9 @@ class Metrics:
         self.token_checks = self.counter(
             "token_checks", "live prompts done again without piece cache or minijinja, by result", "result"
         )
+        self.early_partings = self.counter(
+            "early_partings", "sampled prompts that part early from one much like them, by likely cause", "cause"
+        )
         self.token_parity = self.counter("token_parity", "prompts whose ids were compared with a pod's", "result")
         self.index_fallbacks = self.counter("index_fallbacks", "lookups answered by the local view alone", "reason")
         self.prompt_tokens = self.counter(

@@ -23,6 +23,7 @@ from router.index.local import LocalView
 from router.index.port import Held, IndexReader
 from router.ops import Metrics
 from router.policy.pick import Candidate, Chosen, Costs, Policy, Refused, RoutingRequest, price, uncached_tokens
+from router.prefixes import PrefixTable
 from router.tokenize.approximate import BLOCK_BYTES, canonical_prompt
 from router.tokenize.port import NoTokens, PromptTokens, Tokens
 
@@ -148,6 +149,7 @@ class Conductor:
         self._rng = rng or random.Random()
         self._sequence = itertools.count()
         self._roots: dict[tuple[str, str | None], BlockKey] = {}
+        self.prefixes = PrefixTable()
 
     @property
     def bookings(self) -> Bookings:
@@ -231,6 +233,8 @@ class Conductor:
         if prepared.prompt_tokens is not None:
             self._metrics.prompt_tokens.labels(policy=name).inc(prepared.prompt_tokens)
             self._metrics.matched_tokens.labels(policy=name).inc(view.gpu_tokens)
+            deepest = max(v.gpu_tokens for v in views)
+            self.prefixes.note(crowd_key, depth_tokens=deepest, saved_tokens=view.gpu_tokens)
         return self._choice(prepared, view, decision, name, booking)
 
     def _choice(self, prepared: Prepared, view: _View, decision: Chosen, policy: str, booking: Booking) -> Choice:

@@ -24,7 +24,8 @@ from router.tokenize.export import Exported
 from router.tokenize.load import load
 from router.tokenize.model import ModelOptions, ModelRenderer, _chat_decoder
 from router.tokenize.port import PromptTokens
-from router.tokenize.service import TokenService, render_fully
+from router.tokenize.rendering import render_fully
+from router.tokenize.service import TokenService
 from tests.families import family
 
 TINY = Path(__file__).parent / "data" / "tiny-model"

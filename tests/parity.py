@@ -19,7 +19,7 @@ from router.core.hashing import pack_tokens
 from router.tokenize.load import load
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import NoTokens, PromptTokens
-from router.tokenize.service import render_fully
+from router.tokenize.rendering import render_fully
 from tests.chats import requests
 from tests.families import CHAT_FAMILIES, family
 

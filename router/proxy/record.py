@@ -18,6 +18,7 @@ ROUTES = (
     "/ready",
     "/metrics",
     "/debug/pods",
+    "/debug/prefixes",
     "/debug/route",
     "/v1/models",
     "/v1/chat/completions",

@@ -22,20 +22,13 @@ from router.ops import Metrics
 from router.tokenize.canary import Difference, first_difference
 from router.tokenize.chat import Unrenderable
 from router.tokenize.load import is_at_hand, load
-from router.tokenize.model import ModelOptions, ModelRenderer, Rendered, TextJob, completion
+from router.tokenize.model import ModelOptions, ModelRenderer, TextJob
 from router.tokenize.pod import AskPod, PodBudget
 from router.tokenize.port import NoTokens, PromptTokens
+from router.tokenize.rendering import ENDPOINTS, finish, render, render_fully, renderer
 from router.tokenize.shelf import Loader, LoadLimits, Shelf, Tokenizer
-from router.tokenize.template import TemplateRefusal
 
 log = logging.getLogger("warmroute.tokenize")
-
-ENDPOINTS: dict[str, Callable[[ModelRenderer, bytes], Rendered]] = {
-    "/v1/chat/completions": ModelRenderer.chat,
-    "/v1/completions": completion,
-    "/v1/responses": ModelRenderer.responses,
-    "/v1/messages": ModelRenderer.messages,
-}
 
 
 class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +45,7 @@ class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
     cache_max_bytes: int = 128 * 1024 * 1024  # pieces and their ids, per tokenizer; a 7k-token chat takes about 75 KB
     pod_questions_max: int = 4  # at a time, to /tokenize: each costs the pod's API server what it saves us
     compare_one_in: int = 200  # exact prompts whose ids are compared with a pod's; 0: none
+    watch_one_in: int = 50  # prompts of which one is looked at for an early parting from one much like it; 0: none
     pod_when_suspect: bool = False  # a model whose ids keep differing: ask its pods instead
     load: LoadLimits = LoadLimits()
 
@@ -82,6 +76,7 @@ class TokenService:
             limits=self.limits.load,
             cache_max_bytes=self.limits.cache_max_bytes,
             compare_one_in=self.limits.compare_one_in if ask_pod is not None else 0,
+            watch_one_in=self.limits.watch_one_in,
             loader=loader,
             at_hand=at_hand,
         )
@@ -127,6 +122,10 @@ class TokenService:
         """For /ready details and /debug: each model's tokenizer, JSON-able."""
         return {"models": self._shelf.details(), "outcomes": dict(self.outcomes)}
 
+    def partings(self) -> dict[str, Any]:
+        """For /debug/prefixes: prompts that part early from one much like them, by model."""
+        return self._shelf.partings()
+
     # --- requests ---
 
     async def prompt(self, *, model: str, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
@@ -159,27 +158,37 @@ class TokenService:
     async def _local(
         self, found: Tokenizer | None, endpoint: str, body: bytes, messages: int
     ) -> PromptTokens | NoTokens:
-        renderer = NoTokens("no_tokenizer", "none is set for this model") if found is None else found.renderer
-        if endpoint != "/v1/completions" and isinstance(renderer, NoTokens):
-            return renderer
+        model = NoTokens("no_tokenizer", "none is set for this model") if found is None else found.renderer
+        if endpoint != "/v1/completions" and isinstance(model, NoTokens):
+            return model
         if len(body) > self.limits.inline_max_bytes or messages > self.limits.inline_max_messages:
-            return await self._off_loop(functools.partial(render_fully, renderer, endpoint, body))
-        rendered = render(renderer, endpoint, body)
+            return await self._off_loop(functools.partial(render_fully, model, endpoint, body))
+        rendered = render(model, endpoint, body)
         if not isinstance(rendered, TextJob):
             return rendered
-        if isinstance(renderer, ModelRenderer):
-            self._look_after(renderer, rendered)
+        if isinstance(model, ModelRenderer) and found is not None:
+            self._look_after(found, model, rendered, body)
         if rendered.missing_chars <= self.limits.inline_max_chars:
             return finish(rendered)
         return await self._off_loop(functools.partial(finish, rendered))
 
-    def _look_after(self, renderer: ModelRenderer, job: TextJob) -> None:
-        """Count what the cache saved, and now and then check a live request the slow way, in the pool."""
+    def _look_after(self, found: Tokenizer, model: ModelRenderer, job: TextJob, body: bytes) -> None:
+        """Count what the cache saved; now and then, in the pool, check a live request the slow way or watch it part."""
         if self._metrics is not None:
             self._metrics.token_chars.labels(source="cache").inc(job.known_chars)
             self._metrics.token_chars.labels(source="tokenizer").inc(job.missing_chars)
-        if not self._in_pool and (check := renderer.due_check()) is not None:
+        if self._in_pool:
+            return
+        if (check := model.due_check()) is not None:
             self._pool.submit(self._checked, check)
+        elif found.partings.take(len(body)):
+            self._pool.submit(self._watch, found, model, body, job.text)
+
+    def _watch(self, found: Tokenizer, model: ModelRenderer, body: bytes, text: str) -> None:
+        with contextlib.suppress(ValueError):  # it was rendered a moment ago; a repaired twin may not be renderable
+            cause = found.partings.examine(body, text, renderer(model))
+            if cause is not None and self._metrics is not None:
+                self._metrics.early_partings.labels(cause=cause).inc()
 
     def _checked(self, check: Callable[[], bool]) -> None:
         same = check()
@@ -248,32 +257,3 @@ class TokenService:
                 "the tokenizer or chat template of %s is not the one its pods use: prefixes will not be found",
                 found.source,
             )
-
-
-def render(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> Rendered:
-    """One request up to the point where its missing pieces must be encoded. Prompts given as ids need no tokenizer."""
-    try:
-        if endpoint == "/v1/completions":
-            return completion(renderer, body)
-        return renderer if isinstance(renderer, NoTokens) else ENDPOINTS[endpoint](renderer, body)
-    except Unrenderable as exc:
-        return NoTokens("unrenderable", str(exc))
-    except TemplateRefusal as exc:
-        return NoTokens("template_error", str(exc))
-    except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as exc:
-        # a body of unforeseen shape: the pod will refuse it, or it has a field we read too strictly; no reason to fail
-        return NoTokens("unrenderable", f"unforeseen: {type(exc).__name__}")
-
-
-def finish(job: TextJob) -> PromptTokens | NoTokens:
-    """Encode what is missing. Never raises."""
-    try:
-        return job.finish()
-    except Exception as exc:  # the library raises bare Exception, e.g. for a character its vocabulary lacks
-        return NoTokens("tokenizer_failed", str(exc)[:200])
-
-
-def render_fully(renderer: ModelRenderer | NoTokens, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
-    """The ids of one request, in whatever thread this runs."""
-    rendered = render(renderer, endpoint, body)
-    return finish(rendered) if isinstance(rendered, TextJob) else rendered

@@ -19,6 +19,7 @@ from router.tokenize.chat import Unrenderable
 from router.tokenize.export import Exported
 from router.tokenize.load import LoadFailure
 from router.tokenize.model import ModelOptions, ModelRenderer
+from router.tokenize.partings import PartingWatch
 from router.tokenize.port import NoTokens
 
 log = logging.getLogger("warmroute.tokenize")
@@ -42,6 +43,7 @@ class Tokenizer(msgspec.Struct):
     configured: bool  # named by a setting: the hub may be asked
     options: ModelOptions
     parity: Parity
+    partings: PartingWatch
     state: Literal["loading", "ready", "absent", "failed"] = "loading"
     model: ModelRenderer | None = None
     error: str = ""
@@ -93,6 +95,7 @@ class Shelf:
         limits: LoadLimits,
         cache_max_bytes: int,
         compare_one_in: int,
+        watch_one_in: int,
         loader: Loader,
         at_hand: Callable[[str], bool],
     ) -> None:
@@ -101,6 +104,7 @@ class Shelf:
         self._limits = limits
         self._cache_max_bytes = cache_max_bytes
         self._compare_one_in = compare_one_in
+        self._watch_one_in = watch_one_in
         self._load = loader
         self._at_hand = at_hand
         self._tokenizers: dict[str, Tokenizer] = {}  # by configured name or source
@@ -147,6 +151,10 @@ class Shelf:
             for key, found in self._tokenizers.items()
         }
 
+    def partings(self) -> dict[str, Any]:
+        """What was seen of early partings, JSON-able."""
+        return {key: found.partings.details() for key, found in self._tokenizers.items()}
+
     def _add(self, key: str, source: str, *, configured: bool, names: Iterable[str]) -> None:
         if key in self._tokenizers:
             return
@@ -156,6 +164,7 @@ class Shelf:
             configured=configured,
             options=next(named, ModelOptions()),
             parity=Parity(one_in=self._compare_one_in),
+            partings=PartingWatch(one_in=self._watch_one_in),
         )
         made.task = asyncio.get_running_loop().create_task(self._keep_loading(made), name=f"tokenizer {key}")
 

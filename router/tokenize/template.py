@@ -29,6 +29,7 @@ from router.tokenize.content_format import detect_format
 log = logging.getLogger("warmroute.tokenize")
 
 SAMPLE_EVERY = 512  # renderings
+FAST_MAX_MESSAGES = 256  # minijinja holds the interpreter's lock while it renders, and a template may loop in a loop
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _RENDER_ARGUMENTS = frozenset({"tools", "documents", "add_generation_prompt", "continue_final_message"})
 _REFUSED_VARIABLES = frozenset({"chat_template", "tokenize"})
@@ -140,7 +141,7 @@ class ChatTemplate:
         Raises TemplateRefusal when the template refuses, Unrenderable when the engine would or we do not follow.
         """
         context, final = self.context(conversation, variables, special_tokens)
-        text = self._render_fast(context) if self._fast is not None else None
+        text = self._render_fast(context) if len(conversation) <= FAST_MAX_MESSAGES else None
         if text is None:
             text = self.render_exact(context)
         return text if final is None else _cut_at_tag(text, final)

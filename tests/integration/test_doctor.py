@@ -13,7 +13,7 @@ from router.diagnosis import Finding, diagnose
 from router.doctor import examine
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import PromptTokens
-from router.tokenize.service import render_fully
+from router.tokenize.rendering import render_fully
 from tests.fakes.publisher import Publisher
 from tests.unit.tokenize.exported import TINY, tiny_exported, with_template
 

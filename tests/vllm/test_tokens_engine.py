@@ -15,7 +15,8 @@ from router.ops import Metrics
 from router.tokenize.load import load
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import PromptTokens
-from router.tokenize.service import TokenService, render_fully
+from router.tokenize.rendering import render_fully
+from router.tokenize.service import TokenService
 from tests.chats import requests
 from tests.unit.tokenize.exported import TINY, tiny_exported, with_template
 from tests.vllm.engines import Engine

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from router.core.hashing import pack_tokens
-from router.diff import renderer, run, sketch
+from router.diff import run, sketch
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.parting import Parting, Prompt, diff
+from router.tokenize.rendering import renderer
 from tests.unit.tokenize.exported import TINY, tiny_exported, with_template
 
 RULES = "Follow the rules of the house and answer in one sentence. " * 20

@@ -13,7 +13,7 @@ import pytest
 from router.core.hashing import pack_tokens
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import PromptTokens
-from router.tokenize.service import ENDPOINTS, render_fully
+from router.tokenize.rendering import ENDPOINTS, render_fully
 from tests.unit.tokenize.exported import tiny_exported
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "prompt_ids.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from router.core.hashing import pack_tokens
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import PromptTokens
-from router.tokenize.service import render_fully
+from router.tokenize.rendering import render_fully
 from tests.unit.tokenize.exported import tiny_exported
 
 DATA = Path(__file__).parents[2] / "data"
