@@ -15,6 +15,7 @@ from loadtest.blocks import Event, Removed, Stored
 from router.core.matching import depths
 from router.core.types import BlockKey, WorkerAddress
 from router.fleet.bookings import Booking, Bookings
+from router.fleet.rates import PrefillRates
 from router.policy.pick import Candidate
 
 WORKING_SET_WINDOW_S = 180.0
@@ -108,8 +109,9 @@ class Shared(msgspec.Struct, frozen=True):
 class RouterView:
     """One router process. Times are handed in."""
 
-    def __init__(self, index: ReportedIndex, *, predict: bool = True) -> None:
+    def __init__(self, index: ReportedIndex, *, predict: bool = True, prior_tokens_per_s: float = 20_000.0) -> None:
         self.index = index
+        self.rates = PrefillRates(prior_tokens_per_s)
         self.bookings = Bookings()
         self.scrapes: dict[int, Scrape] = {}
         self.others: list[Shared] = []

@@ -47,7 +47,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     exchange_interval_s: float | None = 0.1  # None: routers do not know of each other
     settle_s: float = 1.0  # after first token the events have said it all
     predict: bool = True  # count blocks just routed as held
-    rate_tokens_per_s: float = 20_000.0  # what the router believes of every pod
+    rate_tokens_per_s: float = 20_000.0  # what the router believes of every pod at first
+    learn_rates: bool = True  # False: and for ever
     knowledge: str = "router"  # or "oracle": true caches, true remaining work, no lag
     slow_pods: dict[int, float] = {}  # pod -> how many times slower
     events: tuple[FleetEvent, ...] = ()
@@ -103,6 +104,7 @@ class _Flight(msgspec.Struct, gc=False):
     hashes: Sequence[int]
     router: int = 0
     booking: Booking | None = None
+    ahead_tokens: int = 0  # booked before it on its pod, and its own
     prediction: Prediction | None = None
 
 
@@ -164,7 +166,9 @@ class Simulation:
         return ReportedIndex()
 
     def _make_view(self) -> RouterView:
-        return RouterView(self._index, predict=self.setup.predict)
+        return RouterView(
+            self._index, predict=self.setup.predict, prior_tokens_per_s=self.setup.rate_tokens_per_s or 20_000.0
+        )
 
     def run(self) -> Outcome:
         """All stages, each drained before the next."""
@@ -262,6 +266,8 @@ class Simulation:
         self.outcome.decisions[decision.reason] += 1
         pod = self._index_of[decision.worker]
         blocks = found.get(pod, 0)
+        chosen = next(c for c in candidates if c.worker == decision.worker)
+        flight.ahead_tokens = chosen.booked_prefill_tokens + max(sample.prompt_tokens - blocks * size, 1)
         flight.booking = view.book(
             decision.worker,
             uncached_tokens=max(sample.prompt_tokens - blocks * size, 0),
@@ -282,7 +288,12 @@ class Simulation:
         for i in chosen:
             if not live >> i & 1:
                 continue
-            c = view.candidate(i, self._workers[i], found.get(i, 0) * size, setup.rate_tokens_per_s, now_s)
+            rate = setup.rate_tokens_per_s
+            if setup.learn_rates:
+                rate = view.rates.tokens_per_s(self._workers[i])
+            if rate <= 0:  # the truth
+                rate = setup.profile.prefill_tokens_per_s / self._pods[i].engine.slowdown
+            c = view.candidate(i, self._workers[i], found.get(i, 0) * size, rate, now_s)
             if setup.knowledge == "oracle":
                 engine = self._pods[i].engine
                 g = engine.gauges()
@@ -394,7 +405,9 @@ class Simulation:
         assert flight.booking is not None
         assert flight.prediction is not None
         flight.booking.first_token()
-        self._views[flight.router].settle(flight.prediction, self.now_s + self.setup.settle_s)
+        view = self._views[flight.router]
+        view.rates.observe(self._workers[sample.pod], flight.ahead_tokens, self.now_s - sample.sent_s)
+        view.settle(flight.prediction, self.now_s + self.setup.settle_s)
 
     # -- the world around -----------------------------------------------------------------------------------------
 

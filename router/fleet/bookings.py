@@ -1,17 +1,19 @@
 """What this router itself has under way: the load signal that is never late.
 
 A booking is made in the same step as the choice and taken back however the request ends. Counts belong to one life of
-a worker: when a pod goes and comes back, an old booking is released on the old counters (H21). No I/O, no clock.
-May import: the standard library, router.core.
+a worker: when a pod goes and comes back, an old booking is released on the old counters (H21). No I/O; the clock is
+handed in. May import: the standard library, router.core, router.fleet.rates.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from router.core.types import BlockKey, WorkerAddress
+from router.core.types import BlockKey, Clock, WorkerAddress
+from router.fleet.rates import PrefillRates
 
 
 class WorkerLoad:
@@ -29,7 +31,9 @@ class WorkerLoad:
 class Booking:
     """One request on one worker. A context manager; `first_token` and `release` are idempotent."""
 
-    __slots__ = ("_crowd", "_crowd_key", "_load", "_on_first_token", "_prompt_tokens", "_state", "_uncached_tokens")
+    __slots__ = (
+        "_crowd", "_crowd_key", "_learn", "_load", "_on_first_token", "_prompt_tokens", "_state", "_uncached_tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -40,8 +44,10 @@ class Booking:
         crowd: Counter[BlockKey],
         crowd_key: BlockKey | None,
         on_first_token: Callable[[], None] | None = None,
+        learn: Callable[[], None] | None = None,
     ) -> None:
         self._load = load
+        self._learn = learn
         self._uncached_tokens = uncached_tokens
         self._prompt_tokens = prompt_tokens
         self._crowd = crowd
@@ -54,9 +60,14 @@ class Booking:
         if crowd_key is not None:
             crowd[crowd_key] += 1
 
-    def first_token(self) -> None:
-        """Prefill is done: the first byte of the answer's content was seen."""
+    def first_token(self, *, streamed: bool = True) -> None:
+        """Prefill is done: the first byte of the answer's content was seen.
+
+        `streamed`: it came when the first token was there, not when all were, so its time says how fast prefill is.
+        """
         if self._state == "prefill":
+            if streamed and self._learn is not None:
+                self._learn()
             self._state = "decode"
             self._load.prefill_tokens -= self._uncached_tokens
             self._load.decode_context_tokens += self._prompt_tokens
@@ -90,7 +101,9 @@ class Booking:
 class Bookings:
     """All workers' counts, and how many requests in flight share a deepest known block (`crowd`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rates: PrefillRates | None = None, clock: Clock = time.monotonic) -> None:
+        self.rates = rates  # None: nothing is learnt
+        self._clock = clock
         self._loads: dict[WorkerAddress, WorkerLoad] = {}
         self._crowd: Counter[BlockKey] = Counter()
 
@@ -109,19 +122,36 @@ class Bookings:
         prompt_tokens: int = 0,
         crowd_key: BlockKey | None = None,
         on_first_token: Callable[[], None] | None = None,
+        exact: bool = False,
     ) -> Booking:
         """Book a request; release it by leaving the `with` block or by `release()`.
 
-        `on_first_token` is called once, when the prompt has been computed.
+        `on_first_token` is called once, when the prompt has been computed. `exact`: the tokens are counted, not
+        guessed, so the time to the first one may be learnt from.
         """
+        load = self.of(worker)
         return Booking(
-            self.of(worker),
+            load,
             uncached_tokens=uncached_tokens,
             prompt_tokens=prompt_tokens,
             crowd=self._crowd,
             crowd_key=crowd_key,
             on_first_token=on_first_token,
+            learn=self._lesson(worker, load.prefill_tokens + max(uncached_tokens, 1)) if exact else None,
         )
+
+    def _lesson(self, worker: WorkerAddress, ahead_tokens: int) -> Callable[[], None] | None:
+        """What to do at the first token to learn the worker's rate from it."""
+        rates, begun_s = self.rates, self._clock()
+        if rates is None:
+            return None
+        load = self._loads[worker]
+
+        def learn() -> None:
+            if self._loads.get(worker) is load:  # still the same life
+                rates.observe(worker, ahead_tokens, self._clock() - begun_s)
+
+        return learn
 
     def crowd(self, key: BlockKey | None) -> int:
         """Requests in flight whose deepest known block is `key`."""
@@ -134,6 +164,8 @@ class Bookings:
     def retire(self, worker: WorkerAddress) -> None:
         """This life of the worker is over; bookings still open are released on its old counts."""
         self._loads.pop(worker, None)
+        if self.rates is not None:
+            self.rates.retire(worker)
 
     @property
     def inflight_requests(self) -> int:

@@ -270,7 +270,7 @@ class Exchange:
             response.send_head()
             chunk = await self._first_chunk(reply, response)
         if chunk:
-            choice.booking.first_token()
+            choice.booking.first_token(streamed=self._event_stream)
             record.first_byte()
         sniffs = self._asked.endpoint == "/v1/responses" and reply.status == 200
         while chunk:
