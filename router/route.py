@@ -18,12 +18,14 @@ from router.core.hashing import chain_keys, root_key, usable_blocks
 from router.core.types import BlockKey, IndexUnavailable, WorkerAddress
 from router.fleet.bookings import Booking, Bookings
 from router.fleet.fleet import Fleet
+from router.fleet.rates import PrefillRates
 from router.fleet.state import Pod
 from router.index.local import LocalView
 from router.index.port import Held, IndexReader
 from router.ops import Metrics
 from router.policy.pick import Candidate, Chosen, Costs, Policy, Refused, RoutingRequest, price, uncached_tokens
 from router.prefixes import PrefixTable
+from router.roster import Entry, KeySpace, Roster
 from router.tokenize.approximate import BLOCK_BYTES, canonical_prompt
 from router.tokenize.port import NoTokens, PromptTokens, Tokens
 
@@ -43,14 +45,6 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     skips_cache: bool = False  # prompt_logprobs, echo + logprobs: the engine reads nothing from its cache
     policy: str | None = None  # x-warmroute-policy, when allowed
     body_bytes: int = 0  # length as received, for an estimate when there are no tokens
-
-
-class KeySpace(msgspec.Struct, frozen=True):
-    """Workers of one key space name the same block alike: same base model, adapter and block size."""
-
-    model: str
-    lora_name: str | None
-    block_size_tokens: int
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +98,6 @@ class _View(msgspec.Struct, frozen=True, kw_only=True):
     pod: Pod
     candidate: Candidate
     chain: Chain | None
-    keyspace: KeySpace | None
     gpu_tokens: int
     indexed_tokens: int
 
@@ -146,9 +139,11 @@ class Conductor:
         self._seed = seed
         self._costs = costs or Costs()
         self._limits = limits or RouteLimits()
+        self._rates = fleet.bookings.rates = PrefillRates(self._limits.prefill_tokens_per_s)
         self._rng = rng or random.Random()
         self._sequence = itertools.count()
         self._roots: dict[tuple[str, str | None], BlockKey] = {}
+        self._roster = Roster(fleet)
         self.prefixes = PrefixTable()
 
     @property
@@ -163,23 +158,15 @@ class Conductor:
         """Tokens, keys and the index's answer. Never raises for a request's content: it degrades, counted."""
         tokens: PromptTokens | NoTokens | None = None
         chains: dict[KeySpace, Chain] = {}
-        pods = self._fleet.serving(request.model)
-        if request.endpoint in EXACT_ENDPOINTS and request.body and pods:
-            base = pods[0].base_model(request.model) or request.model or ""
+        listed = self._roster.of(request.model).entries
+        if request.endpoint in EXACT_ENDPOINTS and request.body and listed:
+            base = listed[0].pod.base_model(request.model) or request.model or ""
             tokens = await self._tokens.prompt(model=base, endpoint=request.endpoint, body=request.body)
             if isinstance(tokens, NoTokens):
                 self._metrics.token_fallbacks.labels(reason=tokens.reason).inc()
-            for space in self._keyspaces(request, self._fleet.serving(request.model)):
+            for space in self._roster.of(request.model).spaces:
                 chains[space] = await self._chain(space, request, tokens)
         return Prepared(request=request, tokens=tokens, chains=chains, sequence=next(self._sequence))
-
-    def _keyspaces(self, request: RouteRequest, pods: Sequence[Pod]) -> Set[KeySpace]:
-        return {space for pod in pods for worker in pod.workers if (space := self._keyspace(request, pod, worker))}
-
-    def _keyspace(self, request: RouteRequest, pod: Pod, worker: WorkerAddress) -> KeySpace | None:
-        size = self._fleet.block_size_tokens(worker)
-        base = pod.base_model(request.model)
-        return KeySpace(base, pod.lora_name(request.model), size) if size and base else None
 
     async def _chain(self, space: KeySpace, request: RouteRequest, tokens: PromptTokens | NoTokens) -> Chain:
         if isinstance(tokens, NoTokens):
@@ -218,9 +205,11 @@ class Conductor:
 
     def choose(self, prepared: Prepared, *, exclude: Set[WorkerAddress] = frozenset()) -> Choice | Refused:
         """The worker, booked in the same step. `exclude`: tried before and failed."""
-        views = self._views(prepared, exclude)
-        by_worker = {v.candidate.worker: v for v in views}
         name = prepared.request.policy or self._policy
+        views = self._views(prepared, exclude, everybody=name != "prefix")
+        if not views and exclude:  # those worth a look have all been tried
+            views = self._views(prepared, exclude, everybody=True)
+        by_worker = {v.candidate.worker: v for v in views}
         crowd_key = _deepest(views)
         request = self._routing_request(prepared, crowd_key)
         decision = self._policies[name]([v.candidate for v in views], request, self._costs, self._rng)
@@ -262,26 +251,20 @@ class Conductor:
             affinity=first,
         )
 
-    def _views(self, prepared: Prepared, exclude: Set[WorkerAddress]) -> list[_View]:
-        request = prepared.request
+    def _views(self, prepared: Prepared, exclude: Set[WorkerAddress], *, everybody: bool) -> list[_View]:
         local: dict[KeySpace, Mapping[WorkerAddress, int]] = {
             space: self._local.holders(chain.keys[: chain.usable]) for space, chain in prepared.chains.items()
         }
+        holders = [w for space, chain in prepared.chains.items() for w in (*chain.held, *local[space])]
+        listing = self._roster.of(prepared.request.model)
         return [
-            self._view(prepared, pod, worker, local)
-            for pod in self._fleet.serving(request.model)
-            for worker in pod.workers
-            if worker not in exclude and self._fleet.allows(worker)
+            self._view(prepared, entry, local)
+            for entry in self._roster.worth_a_look(listing, holders, everybody=everybody)
+            if entry.worker not in exclude and self._fleet.allows(entry.worker)
         ]
 
-    def _view(
-        self,
-        prepared: Prepared,
-        pod: Pod,
-        worker: WorkerAddress,
-        local: Mapping[KeySpace, Mapping[WorkerAddress, int]],
-    ) -> _View:
-        space = self._keyspace(prepared.request, pod, worker)
+    def _view(self, prepared: Prepared, entry: Entry, local: Mapping[KeySpace, Mapping[WorkerAddress, int]]) -> _View:
+        worker, space = entry.worker, entry.space
         chain = prepared.chains.get(space) if space is not None else None
         gpu = indexed = matched = 0
         if chain is not None and space is not None and not prepared.request.skips_cache:
@@ -291,18 +274,17 @@ class Conductor:
             gpu = max(indexed, local[space].get(worker, 0) * size)
             matched = max(gpu, int(_weighted_blocks(held) * size) if held else 0)
         facts = self._fleet.facts(worker)
-        entry = pod.entry(prepared.request.model) if prepared.request.model else None
         candidate = Candidate(
             worker=worker,
             matched_tokens=matched,
             booked_prefill_tokens=facts.prefill_tokens,
             inflight_requests=facts.inflight_requests,
             kv_held_ratio=facts.kv_held_ratio,
-            prefill_tokens_per_s=self._limits.prefill_tokens_per_s,
+            prefill_tokens_per_s=self._rates.tokens_per_s(worker),
             working_set_blocks=self._local.working_set_blocks(worker),
-            max_model_len_tokens=entry.max_model_len_tokens if entry and prepared.prompt_tokens is not None else None,
+            max_model_len_tokens=entry.max_model_len_tokens if prepared.prompt_tokens is not None else None,
         )
-        return _View(pod=pod, candidate=candidate, chain=chain, keyspace=space, gpu_tokens=gpu, indexed_tokens=indexed)
+        return _View(pod=entry.pod, candidate=candidate, chain=chain, gpu_tokens=gpu, indexed_tokens=indexed)
 
     def _book(self, prepared: Prepared, view: _View, crowd_key: BlockKey | None) -> Booking:
         worker, chain = view.candidate.worker, view.chain
@@ -316,7 +298,7 @@ class Conductor:
             )
 
             def settle() -> None:
-                self._local.note(worker, chain.keys, ttl_s=ttl_s)
+                self._local.settle(worker, chain.keys, ttl_s=ttl_s)
 
         return self.bookings.hold(
             worker,
@@ -324,6 +306,7 @@ class Conductor:
             prompt_tokens=prepared.work_tokens,
             crowd_key=crowd_key,
             on_first_token=settle,
+            exact=prepared.prompt_tokens is not None,
         )
 
     # -- explaining -------------------------------------------------------------------------------------------------
@@ -331,7 +314,7 @@ class Conductor:
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
         """What would be done with this request now, and why; nothing is booked or sent."""
         prepared = await self.prepare(request)
-        views = self._views(prepared, frozenset())
+        views = self._views(prepared, frozenset(), everybody=True)
         crowd_key = _deepest(views)
         routing = self._routing_request(prepared, crowd_key)
         name = request.policy or self._policy

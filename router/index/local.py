@@ -7,7 +7,7 @@ May import: the standard library, router.core.
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 from router.core.types import BlockKey, Clock, WorkerAddress
 
@@ -33,11 +33,19 @@ class LocalView:
     def note(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float | None = None) -> None:
         """This chain, from its block 0, was just sent there. The last word counts: a shorter ttl shortens."""
         now_s = self._clock()
+        self._until(address, keys, now_s + (self._ttl_s if ttl_s is None else ttl_s), now_s)
+        self._sets.setdefault(address, _WorkingSet(self._window_s)).add(keys, now_s)
+
+    def settle(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float) -> None:
+        """Another end for what was noted before: not a new use of it."""
+        now_s = self._clock()
+        self._until(address, keys, now_s + ttl_s, now_s)
+
+    def _until(self, address: WorkerAddress, keys: Sequence[BlockKey], end_s: float, now_s: float) -> None:
         ends = self._ends.setdefault(address, {})
-        ends.update(dict.fromkeys(keys, now_s + (self._ttl_s if ttl_s is None else ttl_s)))
+        ends.update(dict.fromkeys(keys, end_s))
         if len(ends) > self._prune_at.get(address, 8192):
             self._prune(address, now_s)
-        self._sets.setdefault(address, _WorkingSet(self._window_s)).add(keys, now_s)
 
     def holders(self, keys: Sequence[BlockKey]) -> dict[WorkerAddress, int]:
         """Depth in blocks per worker, without holes; workers with nothing are absent."""
@@ -97,7 +105,7 @@ def _depth(ends: dict[BlockKey, float], keys: Sequence[BlockKey], now_s: float) 
     bound = 1
     while bound < len(keys) and get(keys[bound - 1], 0.0) > now_s:
         bound *= 2
-    found = [get(k, 0.0) for k in keys[:bound]]
+    found = list(map(get, keys[:bound], repeat(0.0)))
     if min(found) > now_s:
         return len(found)
     return next(i for i, end in enumerate(found) if end <= now_s)
@@ -106,39 +114,33 @@ def _depth(ends: dict[BlockKey, float], keys: Sequence[BlockKey], now_s: float) 
 class _WorkingSet:
     """Distinct keys within a window. Keys are uniform, so those below a threshold are a fair sample of all."""
 
-    __slots__ = ("_seen", "_share_log2", "_threshold", "_window_s")
+    __slots__ = ("_purged_at_s", "_seen", "_share_log2", "_threshold", "_window_s")
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._seen: dict[BlockKey, float] = {}  # ordered by the last time
+        self._purged_at_s = float("-inf")
+        self._seen: dict[BlockKey, float] = {}  # when each was last noted
         self._share_log2 = 0
         self._threshold = b""  # b"": every key is in the sample
 
     def add(self, keys: Sequence[BlockKey], now_s: float) -> None:
-        seen, threshold = self._seen, self._threshold
-        for key in [k for k in keys if k < threshold] if threshold else keys:
-            seen.pop(key, None)
-            seen[key] = now_s
-        if len(seen) > _SAMPLE_MAX:
-            self._age(now_s)
+        threshold = self._threshold
+        self._seen.update(dict.fromkeys([k for k in keys if k < threshold] if threshold else keys, now_s))
+        if len(self._seen) > _SAMPLE_MAX:
+            self._purge(now_s)
             while len(self._seen) > _SAMPLE_MAX:
                 self._share_log2 += 1
                 self._threshold = (1 << (64 - self._share_log2)).to_bytes(8, "big")
                 self._seen = {k: at for k, at in self._seen.items() if k < self._threshold}
 
     def estimate(self, now_s: float) -> int:
-        self._age(now_s)
+        if now_s - self._purged_at_s > self._window_s / 64:
+            self._purge(now_s)
         return len(self._seen) << self._share_log2
 
-    def _age(self, now_s: float) -> None:
-        oldest = now_s - self._window_s
-        gone = []
-        for key, at in self._seen.items():
-            if at >= oldest:
-                break
-            gone.append(key)
-        for key in gone:
-            del self._seen[key]
+    def _purge(self, now_s: float) -> None:
+        self._purged_at_s, oldest = now_s, now_s - self._window_s
+        self._seen = {k: at for k, at in self._seen.items() if at >= oldest}
         if self._share_log2 and len(self._seen) < 64:  # quiet again: sample more of what comes
             self._share_log2 -= 1
             self._threshold = (1 << (64 - self._share_log2)).to_bytes(8, "big") if self._share_log2 else b""

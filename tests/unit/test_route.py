@@ -1,0 +1,214 @@
+"""The conductor: what a request meets between its tokens and its booking. No sockets; the stores are the real ones."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from router.core.hashing import chain_keys, pack_tokens, root_key
+from router.core.types import Add, BlockKey, IndexUnavailable, Remove, WorkerAddress, WorkerId
+from router.fleet.fleet import Fleet
+from router.fleet.state import ModelEntry, PodSpec, Probed, Seen
+from router.index.local import LocalView
+from router.index.memory import MemoryIndex
+from router.index.port import Held, IndexReader
+from router.ops import Metrics
+from router.policy.baselines import POLICIES
+from router.route import Choice, Conductor, Refused, RouteRequest
+from router.tokenize.port import NoTokens, PromptTokens
+
+BLOCK = 16
+MODELS = (ModelEntry(id="m", root="org/m"), ModelEntry(id="ad", root="x", parent="m"))
+
+
+class BodyIsTokens:
+    """Tokens for tests: the body is a JSON list of ids; {} has none."""
+
+    async def prompt(self, *, model: str, endpoint: str, body: bytes) -> PromptTokens | NoTokens:
+        ids = msgspec.json.decode(body)
+        return PromptTokens(pack_tokens(ids)) if isinstance(ids, list) else NoTokens("no_tokenizer")
+
+
+class Away:
+    """An index that cannot answer."""
+
+    async def holders(self, keys: Sequence[BlockKey]) -> Mapping[WorkerAddress, Held]:
+        raise IndexUnavailable("deadline")
+
+
+class Town:
+    """A fleet of ready pods, a memory index, a local view and a conductor."""
+
+    def __init__(self, pods: int = 2, *, block_sizes: Sequence[int] = (), index: IndexReader | None = None) -> None:
+        self.now_s = 100.0
+        self.fleet = Fleet(default_block_size_tokens=BLOCK, clock=lambda: self.now_s)
+        for i in range(pods):
+            spec = PodSpec(identity=f"p{i}", name=f"pod-{i}", url=f"http://p{i}:1", events="tcp://p:1")
+            self.fleet._apply(Seen(spec))
+            size = block_sizes[i] if block_sizes else None
+            self.fleet._apply(Probed(identity=f"p{i}", not_ready=None, models=MODELS, block_size_tokens=size))
+        self.index = MemoryIndex()
+        self.local = LocalView(clock=lambda: self.now_s)
+        self.index.listen(self.local)
+        self.metrics = Metrics()
+        self.conductor = Conductor(
+            fleet=self.fleet,
+            tokens=BodyIsTokens(),
+            index=index or self.index,
+            local=self.local,
+            metrics=self.metrics,
+            policies=POLICIES,
+            policy="prefix",
+            seed="s",
+            rng=random.Random(1),
+        )
+
+    async def holds(self, pod: str, ids: Sequence[int], *, size: int = BLOCK, lora: str | None = None) -> None:
+        worker = WorkerId(WorkerAddress(pod), f"life of {pod}")
+        keys = chain_keys(root_key(seed="s", model="org/m", lora_name=lora), pack_tokens(ids), size)
+        await self.index.register(worker)
+        await self.index.apply(worker, [Add(tuple(keys))])
+
+    async def ask(self, body: object, **kw: object) -> Choice:
+        text = msgspec.json.encode(body)
+        request = RouteRequest(
+            **{"endpoint": "/v1/completions", "model": "m", "body": text, "body_bytes": len(text), **kw}  # type: ignore[arg-type]
+        )
+        choice = self.conductor.choose(await self.conductor.prepare(request))
+        assert isinstance(choice, Choice)
+        return choice
+
+
+async def test_the_holder_is_chosen_and_the_match_is_at_most_prompt_minus_one() -> None:
+    town = Town()
+    await town.holds("p1", range(160))
+    choice = await town.ask(list(range(160)))
+    assert (choice.name, choice.prompt_tokens, choice.matched_tokens, choice.indexed_tokens) == ("pod-1", 160, 144, 144)
+    assert choice.reason == "prefix"
+
+
+async def test_what_was_just_sent_there_counts_before_any_event_and_is_told_apart() -> None:
+    town = Town(pods=4)
+    first = await town.ask(list(range(320)))
+    second = await town.ask(list(range(320)) + [7] * 20)
+    assert second.worker == first.worker
+    assert (second.matched_tokens, second.indexed_tokens) == (320, 0)
+
+
+async def test_a_burst_of_siblings_sees_each_other() -> None:
+    """All are prepared before the first is chosen, as it happens when tokens come from a pool."""
+    town = Town(pods=4)
+    bodies = [list(range(1600)) + [1000 + i] * 20 for i in range(8)]
+    prepared = [
+        await town.conductor.prepare(
+            RouteRequest(endpoint="/v1/completions", model="m", body=msgspec.json.encode(b), body_bytes=9000)
+        )
+        for b in bodies
+    ]
+    chosen = [town.conductor.choose(p) for p in prepared]
+    matched = [c.matched_tokens for c in chosen if isinstance(c, Choice)]
+    assert len({c.name for c in chosen if isinstance(c, Choice)}) < 4
+    assert sum(m == 1600 for m in matched if m is not None) >= 5
+
+
+async def test_a_removal_takes_the_prediction_away_at_once() -> None:
+    town = Town(pods=1)
+    await town.holds("p0", range(320))
+    await town.ask(list(range(320)))
+    keys = chain_keys(root_key(seed="s", model="org/m"), pack_tokens(range(320)), BLOCK)
+    await town.index.apply(WorkerId(WorkerAddress("p0"), "life of p0"), [Remove(tuple(keys[10:]))])
+    assert (await town.ask(list(range(320)))).matched_tokens == 160
+
+
+async def test_a_prediction_ends_a_second_after_the_first_token() -> None:
+    town = Town(pods=1)
+    choice = await town.ask(list(range(320)))
+    choice.booking.first_token()
+    assert (await town.ask(list(range(320)))).matched_tokens == 304
+    town.now_s += 1.5
+    later = await town.ask(list(range(320)))
+    assert later.matched_tokens == 304, "the second request is still being computed there"
+    later.booking.first_token()
+    town.now_s += 1.5
+    assert (await town.ask(list(range(320)))).matched_tokens == 0
+
+
+async def test_requests_that_read_no_cache_match_nothing() -> None:
+    town = Town()
+    await town.holds("p1", range(160))
+    assert (await town.ask(list(range(160)), skips_cache=True)).matched_tokens == 0
+
+
+async def test_adapter_and_salt_keep_blocks_apart() -> None:
+    """H50."""
+    town = Town()
+    await town.holds("p1", range(160), lora="ad")
+    assert (await town.ask(list(range(160)))).matched_tokens == 0
+    assert (await town.ask(list(range(160)), model="ad")).matched_tokens == 144
+    assert (await town.ask(list(range(160)), model="ad", cache_salt="x")).matched_tokens == 0
+
+
+async def test_pods_of_different_block_sizes_are_compared_in_tokens() -> None:
+    """H36."""
+    town = Town(block_sizes=(16, 64))
+    await town.holds("p0", range(96), size=16)
+    await town.holds("p1", range(320), size=64)
+    choice = await town.ask(list(range(330)))
+    assert (choice.name, choice.matched_tokens) == ("pod-1", 320)
+
+
+async def test_holders_that_are_no_pod_of_ours_are_ignored() -> None:
+    """H68."""
+    town = Town()
+    await town.holds("stranger", range(160))
+    assert (await town.ask(list(range(160)))).matched_tokens == 0
+
+
+async def test_without_the_index_the_local_view_decides_and_it_is_counted() -> None:
+    town = Town(pods=4, index=Away())
+    first = await town.ask(list(range(320)))
+    assert (await town.ask(list(range(320)))).worker == first.worker
+    assert town.metrics.value("warmroute_index_fallbacks_total", reason="deadline") == 2
+
+
+async def test_without_ids_the_same_beginning_still_goes_to_the_same_pod() -> None:
+    town = Town(pods=4)
+    body = {"messages": [{"role": "system", "content": "x" * 4000}, {"role": "user", "content": "a"}]}
+    longer = {"messages": [*body["messages"], {"role": "user", "content": "more"}]}
+    first = await town.ask(body, endpoint="/v1/chat/completions")
+    second = await town.ask(longer, endpoint="/v1/chat/completions")
+    assert (first.worker, first.matched_tokens, first.reason) == (second.worker, None, "approximate")
+
+
+async def test_a_worker_that_was_tried_is_not_chosen_again_even_in_a_large_fleet() -> None:
+    town = Town(pods=60)
+    prepared = await town.conductor.prepare(
+        RouteRequest(endpoint="/v1/completions", model="m", body=b"[1,2,3]", body_bytes=7)
+    )
+    tried: set[WorkerAddress] = set()
+    for _ in range(60):
+        choice = town.conductor.choose(prepared, exclude=tried)
+        assert isinstance(choice, Choice)
+        assert choice.worker not in tried
+        tried.add(choice.worker)
+    assert town.conductor.choose(prepared, exclude=tried) == Refused("no_worker")
+
+
+async def test_a_large_fleet_is_used_whole_and_its_one_holder_found() -> None:
+    town = Town(pods=200)
+    await town.holds("p150", range(1600))
+    assert (await town.ask(list(range(1600)))).name == "pod-150"
+    sent = Counter([(await town.ask([i] * 400)).name for i in range(2000, 2400)])
+    assert len(sent) > 190
+    assert max(sent.values()) <= 4
+
+
+async def test_explaining_books_nothing() -> None:
+    town = Town()
+    await town.holds("p1", range(160))
+    body = msgspec.json.encode(list(range(160)))
+    shown = await town.conductor.explain(RouteRequest(endpoint="/v1/completions", model="m", body=body))
+    assert shown["chosen_pod"] == "pod-1"
+    assert [w["matched_tokens"] for w in shown["workers"]] == [0, 144]
+    assert town.fleet.bookings.inflight_requests == 0
