@@ -19,7 +19,7 @@ from indexer.consumer import Consumer, Limits
 from indexer.plan import Ledger
 from indexer.source import Inbox, Source, SourceSpec, SourceTimes
 from router.core.types import Clock, IndexUnavailable, Tier, WorkerAddress
-from router.index.port import IndexWriter
+from router.index.port import IndexWriter, SnapshotStore
 from router.ops import Metrics
 
 log = logging.getLogger("warmroute.index")
@@ -135,6 +135,7 @@ class Indexer:
             mint=self._mint,
             clock=self._clock,
             observer=self,
+            snapshots=self._writer if isinstance(self._writer, SnapshotStore) else None,
             limits=self._limits,
         )
         self._consumers[spec.address] = consumer

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import msgspec
 import xxhash
 
-from indexer.plan import AskReplay, Ledger, Told, merged
+from indexer.merge import merged
+from indexer.plan import AskReplay, Ledger, Told
+from indexer.snapshot import pack, unpack
 from indexer.source import Connected, Dropped, Inbox, Item, Live, ReplayFailed, Source
 from indexer.wire import Batch, WireError, decode
 from router.core.types import TIERS, Add, BlockKey, Clear, Clock, IndexOp, IndexUnavailable, WorkerId
-from router.index.port import IndexWriter, SlotLost
+from router.index.port import IndexWriter, SlotLost, SnapshotStore
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -32,6 +34,8 @@ class Limits(msgspec.Struct, frozen=True):
     short_retry_s: float = 10.0  # how soon a start that got no replay is tried again; doubles up to 300 s
     turn_s: float = 0.002  # learning without giving others a turn
     write_backoff_max_s: float = 2.0
+    snapshot_every_s: float = 10.0
+    catch_up_s: float = 5.0  # the store is left as it is for so long, until the first replay is through
 
 
 class Observer(Protocol):
@@ -55,12 +59,17 @@ class Consumer:
         mint: Callable[[], str],
         clock: Clock,
         observer: Observer,
+        snapshots: SnapshotStore | None = None,
         limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
         self.source, self.ledger, self.address = source, ledger, source.spec.address
         self._inbox, self._writer, self._mint, self._clock = inbox, writer, mint, clock
         self._observer, self._limits = observer, limits
+        self._snapshots = snapshots
+        self._snapshot_seq = -1
+        self._caught_up = asyncio.Event()
         self._connection = -1  # only messages of this connection count
+        self._restarts = 0  # how often somebody told us of one
         self._pending: list[IndexOp] = []
         self._pending_blocks = 0
         self._renew = True  # the store needs a new slot and everything in it
@@ -69,6 +78,7 @@ class Consumer:
         self._worker: WorkerId | None = None
         self._retry_s = limits.short_retry_s
         self._retry_at_s: float | None = None
+        self._replayed_s = clock()
         self.last_event_s: float | None = None
         self.engine_lag_s: float | None = None
         self.last_error: str | None = None
@@ -77,14 +87,19 @@ class Consumer:
 
     async def run(self) -> None:
         """Until cancelled."""
+        if self._snapshots is not None and self.ledger.last_seq < 0:
+            await self._restore(self._snapshots)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.source.run())
             tasks.create_task(self._learn())
             tasks.create_task(self._write())
+            if self._snapshots is not None:
+                tasks.create_task(self._keep_snapshots(self._snapshots))
 
     def restarted(self) -> None:
         """Somebody saw that the process is a new one: forget at once, and connect and learn anew."""
         self._connection = -1
+        self._restarts += 1
         self._put([*self.ledger.clear()])
         self.source.reconnect()
 
@@ -102,6 +117,7 @@ class Consumer:
             item = await self._next()
             if item is not None:
                 await self._learn_one(item)
+            self._plan_retry()
             if self._retry_at_s is not None and self._clock() >= self._retry_at_s:
                 await self._fill_short_history()
             if self._clock() > turn_ends_s:
@@ -148,8 +164,8 @@ class Consumer:
                 self.last_error = "a gap could not be filled by replay; started anew"
                 self._put(self.ledger.give_up())
         self._put(told)
-        if self.ledger.short and self.ledger.facts.orphans > orphans and self._retry_at_s is None:
-            self._retry_at_s = self._clock()
+        if self.ledger.short and self.ledger.facts.orphans > orphans and self._clock() - self._replayed_s > 1.0:
+            self._retry_at_s = self._clock()  # blocks under a parent that a replay would tell: no need to wait
 
     def _decode(self, payload: bytes) -> Batch | None:
         try:
@@ -164,14 +180,14 @@ class Consumer:
 
         True if another process answered than the one the Ledger knew.
         """
-        failures, reached, restarted, connection = 0, self.ledger.last_seq, False, self._connection
+        failures, reached, restarted, restarts = 0, self.ledger.last_seq, False, self._restarts
         tries = 0 if ask.reason == "start" else self._limits.replay_tries  # a start is tried again later
         again = ask
         while True:
             restarted |= again.reason == "restart"
             self._put(list(again.ops))
-            answered, told = await self._one_replay(again, connection)
-            if self._connection != connection:
+            answered, told = await self._one_replay(again, restarts)
+            if self._restarts != restarts:
                 return restarted  # the next connection begins anew
             if told is None and not answered and failures < tries and self.source.spec.replay:
                 failures += 1
@@ -188,10 +204,10 @@ class Consumer:
                     self._put(self.ledger.give_up())
                     break
             reached, again = self.ledger.last_seq, told
-        self._plan_retry()
+        self._caught_up.set()
         return restarted
 
-    async def _one_replay(self, ask: AskReplay, connection: int) -> tuple[bool, Told | None]:
+    async def _one_replay(self, ask: AskReplay, restarts: int) -> tuple[bool, Told | None]:
         self.replays += 1
         first: int | None = None
         frames = 0
@@ -199,7 +215,7 @@ class Consumer:
         try:
             async with contextlib.aclosing(self.source.replay(ask.from_seq)) as batches:
                 async for seq, payload in batches:
-                    if self._connection != connection:  # told meanwhile that the process is another one
+                    if self._restarts != restarts:  # told meanwhile that the process is another one
                         break
                     first = seq if first is None else first
                     frames += 1
@@ -216,12 +232,14 @@ class Consumer:
         finally:
             self.last_replay = {"reason": ask.reason, "asked_from": ask.from_seq, "first": first, "batches": frames}
             self._observer.count("replays")
+            self._replayed_s = self._clock()
         return True, None
 
     def _plan_retry(self) -> None:
-        if self.source.spec.replay is None or not self.ledger.short:
+        """While older batches may still be had, ask for them again: soon, then less and less often."""
+        if not self.ledger.short or self.source.spec.replay is None:
             self._retry_at_s, self._retry_s = None, self._limits.short_retry_s
-        else:
+        elif self._retry_at_s is None:
             self._retry_at_s = self._clock() + self._retry_s
             self._retry_s = min(2 * self._retry_s, 300.0)
 
@@ -253,6 +271,8 @@ class Consumer:
         self._pending_blocks = 0
 
     async def _write(self) -> None:
+        with contextlib.suppress(TimeoutError):  # what an earlier indexer wrote serves meanwhile
+            await asyncio.wait_for(self._caught_up.wait(), self._limits.catch_up_s)
         backoff_s = 0.05
         while True:
             try:
@@ -314,6 +334,33 @@ class Consumer:
         if size is not None and size != self._told_size and self._worker is not None:
             await self._writer.learnt(self._worker, size)
             self._told_size = size
+
+    # -- snapshots --------------------------------------------------------------------------------------------
+
+    async def _restore(self, snapshots: SnapshotStore) -> None:
+        try:
+            blob = await snapshots.load(self.address)
+        except IndexUnavailable:
+            return
+        found = await asyncio.to_thread(unpack, blob) if blob else None
+        if found is not None and self.ledger.restore(found):
+            self._snapshot_seq = self.ledger.last_seq
+            self._observer.count("snapshots_restored")
+
+    async def _keep_snapshots(self, snapshots: SnapshotStore) -> None:
+        """Every 10 s, if there is something new and this indexer owns the worker."""
+        while True:
+            await asyncio.sleep(self._limits.snapshot_every_s)
+            taken = None if self._renew or self.ledger.last_seq == self._snapshot_seq else self.ledger.snapshot()
+            if taken is None:
+                continue
+            try:
+                await snapshots.save(self.address, await asyncio.to_thread(pack, taken))
+            except IndexUnavailable:
+                self._observer.count("snapshots_failed")
+            else:
+                self._snapshot_seq = taken.last_seq
+                self._observer.count("snapshots")
 
     def status(self) -> dict[str, Any]:
         """For /debug/pods."""

@@ -3,15 +3,19 @@
 The engine's hash is an opaque name, mapped to our key. Copies are counted, because vLLM stores and removes duplicates:
 a set would forget a block while a copy is still there. Only the full-attention group makes prefix length. What cannot
 be named for certain (unknown parent, images, an adapter without a name) is remembered but never claimed: cold is better
-than wrong. May import: the standard library, msgspec, router.core, indexer.wire, indexer.table.
+than wrong. May import: the standard library, msgspec, router.core, and indexer's wire, table, content, snapshot.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Literal
 
 import msgspec
 
+from indexer import snapshot as snap
+from indexer.content import is_plain, salt_of, tier_of
+from indexer.snapshot import Snapshot
 from indexer.table import SHIFT, new_table, table_bytes
 from indexer.wire import Batch, Cleared, Removed, Stored
 from router.core.hashing import next_key, root_key
@@ -237,7 +241,7 @@ class Ledger:
         tokens = e.tokens
         for i, name in enumerate(e.hashes):
             key = b""
-            if parent and nameable and (e.extra_keys is None or e.extra_keys[i : i + 1] == [None] or _plain(e, i)):
+            if parent and nameable and (e.extra_keys is None or e.extra_keys[i : i + 1] == [None] or is_plain(e, i)):
                 key = next_key(BlockKey(parent), tokens[i * step : (i + 1) * step])
             parent = self._add_copy(name or 1, key, tier, family)
             if not parent:
@@ -246,7 +250,7 @@ class Ledger:
     def _parent(self, e: Stored) -> bytes:
         """The key before the first block; b"" when it cannot be told."""
         if e.parent is None:
-            salt = _salt(e)
+            salt = salt_of(e)
             root = (e.lora_name, salt)
             if root not in self._roots:
                 if len(self._roots) >= 4096:
@@ -402,6 +406,48 @@ class Ledger:
                 if (part.counts[i] >> shift) & _COUNT_MAX:
                     yield BlockKey(part.names[i].to_bytes(8, "big"))
 
+    # -- snapshots --------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot | None:
+        """All of this, to be packed elsewhere; None while nothing is known."""
+        if self.last_seq < 0:
+            return None
+        return Snapshot(
+            snap.VERSION,
+            self._origin(),
+            self.last_seq,
+            self.last_digest,
+            self.whole,
+            self.exhausted,
+            self._group,
+            self._group_known,
+            list(self._families),
+            dict(self.sizes),
+            *snap.dump_table(self._blocks),
+        )
+
+    def restore(self, snapshot: Snapshot) -> bool:
+        """Take over what a Ledger of the same seed and model knew. False, and nothing known, if it is of another."""
+        self._empty()
+        if snapshot.origin != self._origin() or not snap.load_table(self._blocks, snapshot):
+            self._empty()
+            return False
+        self.last_seq, self.last_digest = snapshot.last_seq, snapshot.last_digest
+        self.whole, self.exhausted = snapshot.whole, snapshot.exhausted
+        self._group, self._group_known = snapshot.group, snapshot.group_known
+        self._families = {family: n for n, family in enumerate(snapshot.families)}
+        self.sizes = Counter(snapshot.sizes)
+        for _, value, counts in self._entries():
+            for tier in TIERS:
+                if value and (counts >> _SHIFTS[tier]) & _COUNT_MAX:
+                    self._claim(BlockKey(value.to_bytes(8, "big")), tier, counts >> _FAMILY_SHIFT)
+        self._ops.clear()  # the store is written whole afterwards
+        return True
+
+    def _origin(self) -> bytes:
+        """Tells seed and model apart without giving the root key away."""
+        return blake2b(root_key(seed=self._seed, model=self._model), digest_size=16).digest()
+
     @property
     def block_size_tokens(self) -> int | None:
         """The block size most blocks came with; None before the first."""
@@ -411,71 +457,3 @@ class Ledger:
     def bytes_used(self) -> int:
         """What the tables take."""
         return table_bytes(self._blocks) + table_bytes(self._claims)
-
-
-def tier_of(medium: str | None) -> Tier:
-    """vLLM's `medium`: absent or GPU is the GPU, CPU the host's memory, anything else storage."""
-    if medium is None or medium[:3].upper() == "GPU":
-        return "gpu"
-    return "cpu" if medium[:3].upper() == "CPU" else "storage"
-
-
-def _extras(e: Stored, i: int) -> list[Any]:
-    """Block i's extra keys without the adapter's name and without the tokens that follow the block (lookahead)."""
-    keys = e.extra_keys[i] if e.extra_keys is not None and i < len(e.extra_keys) else None
-    extras = list(keys) if isinstance(keys, Sequence) and not isinstance(keys, str | bytes) else [keys]
-    if e.lookahead:
-        extras = [x for x in extras if type(x) is not int]
-    extras = [x for x in extras if x is not None]
-    if e.lora_name is not None:
-        for at, x in enumerate(extras):
-            if x == e.lora_name or _tag(x) == "lora":  # the first one: a salt may look alike
-                del extras[at]
-                break
-    return extras
-
-
-def _tag(x: object) -> object:
-    return x[0] if isinstance(x, list | tuple) and len(x) > 1 and isinstance(x[1], str) else None
-
-
-def _salt(e: Stored) -> str | None:
-    """The cache salt: the one text among the first block's extra keys."""
-    extras = _extras(e, 0) if e.hashes else []
-    if len(extras) == 1:
-        x = extras[0]
-        if isinstance(x, str):
-            return x
-        if _tag(x) == "cache_salt":
-            return str(x[1])
-    return None
-
-
-def _plain(e: Stored, i: int) -> bool:
-    """Is block i's content named by its tokens, adapter and salt alone?"""
-    if e.extra_keys is None or e.extra_keys[i : i + 1] == [None]:
-        return True
-    extras = _extras(e, i)
-    return not extras or (i == 0 and e.parent is None and _salt(e) is not None)
-
-
-def merged(ops: Iterable[IndexOp]) -> list[IndexOp]:
-    """The same outcome in fewer operations: per tier and key the last word counts; a Clear voids what came before."""
-    cleared = False
-    last: dict[Tier, dict[BlockKey, bool]] = {tier: {} for tier in TIERS}
-    for op in ops:
-        if isinstance(op, Clear):
-            cleared = True
-            for words in last.values():
-                words.clear()
-        else:
-            words, is_add = last[op.tier], isinstance(op, Add)
-            for key in op.keys:
-                words[key] = is_add
-    out: list[IndexOp] = [Clear()] if cleared else []
-    for tier, words in last.items():
-        removes = tuple(k for k, add in words.items() if not add)
-        adds = tuple(k for k, add in words.items() if add)
-        out += [Remove(removes, tier)] if removes and not cleared else []
-        out += [Add(adds, tier)] if adds else []
-    return out

@@ -83,6 +83,12 @@ class Part:
                     to_values[i] = values[at]
                 self.used += 1
 
+    def load(self, names: bytes, values: bytes, counts: bytes) -> None:
+        """Take over arrays that another part of the same name range had."""
+        self.__init__(len(names) // 8)  # type: ignore[misc]
+        self.names, self.values, self.counts = array("Q", names), array("Q", values), array("Q", counts)
+        self.used = sum(1 for name in self.names if name)
+
     def places(self) -> Iterator[int]:
         """Every place in use. Nothing may be inserted or removed meanwhile."""
         return (i for i, name in enumerate(self.names) if name)

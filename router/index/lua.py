@@ -13,6 +13,7 @@
     warmroute:<schema>:<fingerprint>:ver   "<epoch>:<n>", read with every lookup
     <4 characters><8 bytes>                a block: bitmap of slots, bit s at offset s ^ 7 (so that little-endian bytes
                                            read as an int have bit s for slot s); one 4-character prefix a tier
+    warmroute:<schema>:<fingerprint>:snap:<worker>  the indexer's own memory of a worker, for its restarts
     warmroute:<schema>:<fingerprint>:feed  channel: removals and changes, as they happen
 
 The fingerprint covers schema and seed; the seed itself is nowhere in Redis.

@@ -1,7 +1,7 @@
 """The index in this process's memory: reader and writer in one. For one router without Redis.
 
 A block's value is a bitmap of slots, an int. A dropped or cleared worker's slot is masked at once; its bits are swept
-out later, a 256th of the index at a time, and only then is the slot given to somebody else.
+out later, a few thousand blocks at a time, and only then is the slot given to somebody else.
 May import: router.core, router.index.port.
 """
 
@@ -13,6 +13,7 @@ from router.core.types import TIERS, Add, BlockKey, Clear, IndexOp, Remove, Tier
 from router.index.port import Held, RemovalListener, SlotLost, held_by_address
 
 _SHARDS = 256  # by the key's first byte; keys are uniform
+_SWEEP_BLOCKS = 4096  # looked at in one step, about 1 ms
 
 
 class MemoryIndex:
@@ -109,24 +110,31 @@ class MemoryIndex:
         self._sizes[worker.address] = block_size_tokens
 
     async def maintain(self) -> bool:
-        """Sweep one 256th of the index for retired slots. True while there is more to do."""
+        """Sweep a few thousand blocks for retired slots. True while there is more to do."""
         if not self._sweeping_mask:
             if not self._retired_mask:
                 return False
             self._sweeping_mask, self._retired_mask, self._sweep_at = self._retired_mask, 0, 0
-        dead = self._sweeping_mask
-        for tier in self._used:
-            shard = self._tiers[tier][self._sweep_at]
-            for key in [k for k, bitmap in shard.items() if bitmap & dead]:
-                _store(shard, key, shard[key] & ~dead)
-        self._sweep_at += 1
-        if self._sweep_at == _SHARDS:
-            self._sweeping_mask = 0  # nobody has these bits any longer: the slots are free
+        seen = 0
+        while self._sweeping_mask and seen < _SWEEP_BLOCKS:
+            seen += self._sweep_shard(self._sweep_at, self._sweeping_mask)
+            self._sweep_at += 1
+            if self._sweep_at == _SHARDS:
+                self._sweeping_mask = 0  # nobody has these bits any longer: the slots are free
         return bool(self._sweeping_mask or self._retired_mask)
 
     def lost(self) -> frozenset[WorkerAddress]:
         """Memory loses nothing."""
         return frozenset()
+
+    def _sweep_shard(self, at: int, dead: int) -> int:
+        seen = 0
+        for tier in self._used:
+            shard = self._tiers[tier][at]
+            seen += len(shard)
+            for key in [k for k, bitmap in shard.items() if bitmap & dead]:
+                _store(shard, key, shard[key] & ~dead)
+        return seen
 
     # -- inside -----------------------------------------------------------------------------------------------
 

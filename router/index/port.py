@@ -4,7 +4,7 @@ One suite (tests/ports/test_index.py) runs over both. May import: router.core.
 """
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -42,6 +42,19 @@ class RemovalListener(Protocol):
 
     def cleared(self, address: WorkerAddress) -> None:
         """Nothing that this worker held counts any longer: cleared, restarted or gone."""
+        ...
+
+
+@runtime_checkable
+class SnapshotStore(Protocol):
+    """Where the indexer's own memory is kept over its restarts."""
+
+    async def save(self, address: WorkerAddress, blob: bytes) -> None:
+        """Replace the worker's snapshot. Raises IndexUnavailable."""
+        ...
+
+    async def load(self, address: WorkerAddress) -> bytes | None:
+        """The worker's snapshot, if there is one. Raises IndexUnavailable."""
         ...
 
 

@@ -22,7 +22,7 @@ from router.core.matching import depths
 from router.core.types import BlockKey, Clock, IndexUnavailable, Tier, WorkerAddress
 from router.index.breaker import Breaker
 from router.index.link import Link
-from router.index.lua import block_prefixes, fingerprint
+from router.index.lua import SCHEMA, block_prefixes, fingerprint
 from router.index.near import NearCache
 from router.index.port import Held, RemovalListener, held_by_address
 from router.index.redis_writer import RedisIndexWriter
@@ -52,7 +52,7 @@ class RedisIndexReader:
         self._link = Link(url, max_connections=max_connections)
         fp = fingerprint(seed)
         self._fp = fp
-        self._reg, self._ver, self._feed = (f"warmroute:1:{fp}:{x}".encode() for x in ("reg", "ver", "feed"))
+        self._reg, self._ver, self._feed = (f"warmroute:{SCHEMA}:{fp}:{x}".encode() for x in ("reg", "ver", "feed"))
         self._deadline_s, self._clock, self._metrics = deadline_s, clock, metrics
         self._breaker = Breaker(clock)
         self._registry: Registry = EMPTY

@@ -43,7 +43,7 @@ class RedisIndexWriter:
     ) -> None:
         self._link = Link(url, max_connections=max_connections)
         self._fp = lua.fingerprint(seed)
-        self._keys = [f"warmroute:1:{self._fp}:{x}".encode() for x in ("reg", "ver", "feed")]
+        self._keys = [f"warmroute:{lua.SCHEMA}:{self._fp}:{x}".encode() for x in ("reg", "ver", "feed")]
         self.owner = owner or secrets.token_hex(6)
         self._deadline_s, self._lease_ms, self._cool_ms = deadline_s, round(1000 * lease_s), round(1000 * cool_s)
         self._mint = mint
@@ -119,6 +119,7 @@ class RedisIndexWriter:
         self._lives.pop(address, None)
         self._lost.discard(address)
         await self._run(_DROP, str(address), self.owner)
+        await self._link.call(("DEL", self._snapshot_name(address)), deadline_s=self._deadline_s)
 
     async def learnt(self, worker: WorkerId, block_size_tokens: int) -> None:
         """See IndexWriter."""
@@ -134,6 +135,18 @@ class RedisIndexWriter:
             gone = await self._run(_RENEW, self.owner, self._lease_ms, *pairs)
             self._lost |= {names[_text(g)] for g in gone if _text(g) in names}
         return await self._sweep_a_little()
+
+    async def save(self, address: WorkerAddress, blob: bytes) -> None:
+        """See SnapshotStore. Kept for a day."""
+        await self._link.call(("SET", self._snapshot_name(address), blob, "PX", 86_400_000), deadline_s=10.0)
+
+    async def load(self, address: WorkerAddress) -> bytes | None:
+        """See SnapshotStore."""
+        blob = (await self._link.call(("GET", self._snapshot_name(address)), deadline_s=10.0))[0]
+        return blob if isinstance(blob, bytes) else None
+
+    def _snapshot_name(self, address: WorkerAddress) -> bytes:
+        return f"warmroute:{lua.SCHEMA}:{self._fp}:snap:{address}".encode()
 
     def lost(self) -> set[WorkerAddress]:
         """Workers whose life the store forgot, or whom another owner has, since this was last asked."""

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 
 from indexer.app import Indexer
+from indexer.consumer import Limits
 from indexer.source import SourceSpec
 from router.core.types import Add, BlockKey, IndexUnavailable, Remove, WorkerAddress, WorkerId
+from router.index.lua import fingerprint
 from router.index.port import SlotLost
 from router.index.redis import RedisIndexReader, RedisIndexWriter
 from router.ops import Metrics
 from tests.fakes.publisher import Publisher
 from tests.fakes.redis_proxy import HostileProxy
 from tests.fakes.redis_servers import Server, running
-from tests.integration.test_zmq_events import batch, keys_of
+from tests.integration.test_zmq_events import LIMITS, batch, keys_of
 
 A, B = WorkerId(WorkerAddress("http://a"), "life-a"), WorkerId(WorkerAddress("http://b"), "life-b")
 
@@ -252,8 +254,11 @@ async def _is(coroutine: Any, value: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def indexing(url: str, publisher: Publisher, address: WorkerAddress = A.address) -> AsyncIterator[Indexer]:
-    indexer = Indexer(RedisIndexWriter(url, seed="s", deadline_s=2.0), seed="s", metrics=Metrics())
+async def indexing(
+    url: str, publisher: Publisher, address: WorkerAddress = A.address, limits: Limits = LIMITS
+) -> AsyncIterator[Indexer]:
+    writer = RedisIndexWriter(url, seed="s", deadline_s=2.0)
+    indexer = Indexer(writer, seed="s", metrics=Metrics(), limits=limits)
     await indexer.start()
     indexer.set_pods([SourceSpec(address, "m", publisher.events, publisher.replay)])
     try:
@@ -344,3 +349,43 @@ async def test_a_standby_takes_over_from_a_dead_indexer(server: Server) -> None:
                 await until(lambda: _is(gpu(reader, keys_of(1, 3)), 3))
                 assert time.monotonic() - started < 5 + 15  # 5 s, and room for a busy machine
                 assert reader._registry.lives[A.address] != lives
+
+
+async def test_a_restarted_indexer_goes_on_from_its_snapshot(server: Server) -> None:
+    """Replay reaches back three batches only: without the snapshot the index would be nearly empty."""
+    soon = Limits(snapshot_every_s=0.1)
+    with contextlib.closing(Publisher(buffer_batches=3)) as publisher:
+        async with reading(server.url) as reader:
+            async with indexing(server.url, publisher, limits=soon) as indexer:
+                await until(lambda: indexer.status()[str(A.address)]["last_replay"])
+                for block in range(30):
+                    publisher.publish(batch(1, block))
+                    await asyncio.sleep(0.005)
+                await until(lambda: _is(gpu(reader, keys_of(1, 30)), 30))
+                await until(lambda: server.command("EXISTS", f"warmroute:1:{fingerprint('s')}:snap:{A.address}"))
+                publisher.publish(batch(1, 29, removed=True))
+                await until(lambda: _is(gpu(reader, keys_of(1, 30)), 29))
+                await until(lambda: indexer._consumers[A.address]._snapshot_seq == 30)
+            publisher.publish(batch(1, 28, removed=True))  # while nobody listens
+            async with indexing(server.url, publisher, limits=soon) as again:
+                await until(lambda: _is(gpu(reader, keys_of(1, 30)), 28))
+                state = again.status()[str(A.address)]
+                assert (state["history_whole"], state["batches"], state["forgets"]) == (True, 1, 0)
+
+
+async def test_a_snapshot_of_another_process_is_no_claim(server: Server) -> None:
+    soon = Limits(snapshot_every_s=0.05)
+    async with reading(server.url) as reader:
+        with contextlib.closing(Publisher()) as publisher:
+            async with indexing(server.url, publisher, limits=soon) as indexer:
+                await until(lambda: indexer.status()[str(A.address)]["last_replay"])
+                for block in range(5):
+                    publisher.publish(batch(1, block))
+                await until(lambda: indexer.status()[str(A.address)]["last_seq"] == 4)
+                await until(lambda: indexer._consumers[A.address]._snapshot_seq == 4)
+        with contextlib.closing(Publisher()) as publisher:
+            for block in range(5):
+                publisher.publish(batch(2, block))
+            async with indexing(server.url, publisher, limits=soon):
+                await until(lambda: _is(gpu(reader, keys_of(2, 5)), 5))
+                assert await gpu(reader, keys_of(1, 5)) == 0

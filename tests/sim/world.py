@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import xxhash
@@ -28,7 +29,12 @@ SIZE = 2
 CHATS, BLOCKS = 6, 6
 REPAIR_S = 30.0  # silence of a replay three times over, pauses and back-offs, with room
 LIMITS = Limits(
-    flush_max_blocks=7, pending_max_blocks=40, replay_pause_s=0.05, short_retry_s=1.0, write_backoff_max_s=1.0
+    flush_max_blocks=7,
+    pending_max_blocks=40,
+    replay_pause_s=0.05,
+    short_retry_s=1.0,
+    write_backoff_max_s=1.0,
+    snapshot_every_s=1.0,
 )
 
 
@@ -52,6 +58,10 @@ class _Jump(selectors.SelectSelector):
         assert timeout is not None, "nothing will ever happen again"
         self._loop.now_s += max(timeout, 0.0)
         return []
+
+
+async def _at_once(call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
 
 
 def key_of(chat: int, block: int) -> bytes:
@@ -199,6 +209,19 @@ class FlakyStore:
         self.index = MemoryIndex()
         self.away = False
         self._lost: set[WorkerAddress] = set()
+        self._snapshots: dict[WorkerAddress, bytes] = {}
+
+    async def save(self, address: WorkerAddress, blob: bytes) -> None:
+        async def keep(_: MemoryIndex) -> None:
+            self._snapshots[address] = blob
+
+        await self._call(keep)
+
+    async def load(self, address: WorkerAddress) -> bytes | None:
+        if self.away or self._world.chance(self._world.store_failing):
+            raise IndexUnavailable("connection")
+        blob = self._snapshots.get(address)
+        return blob[:-9] if blob and self._world.chance(0.1) else blob
 
     async def _call(self, call: Callable[[MemoryIndex], Coroutine[Any, Any, Any]]) -> None:
         world = self._world
@@ -316,6 +339,7 @@ class World:
         self.store_failing = self.rng.choice([0.0, 0.05, 0.3])
         self.lag_s = self.rng.choice([0.0, 0.1, 2.0])
         self.jump_s = 0.0
+        self.snapshots = self.rng.random() < 0.6
         self.counts: Counter[str] = Counter()
         self.evicted = False
         self.calm_since_s = 0.0
@@ -332,7 +356,8 @@ class World:
     def run(self, steps: int = 100) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_until_complete(self._run(steps))
+            with patch("asyncio.to_thread", _at_once):  # a thread would take real time
+                self.loop.run_until_complete(self._run(steps))
         finally:
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
@@ -403,6 +428,7 @@ class World:
             mint=lambda: f"{self.rng.getrandbits(40):x}",
             clock=self.clock,
             observer=self,
+            snapshots=self.store if self.snapshots else None,
             limits=LIMITS,
         )
         pod.task = asyncio.create_task(pod.consumer.run())
@@ -425,7 +451,7 @@ class World:
     async def _keep_house(self) -> None:
         while True:
             await self.store.maintain()
-            for address in self.store.lost():
+            for address in sorted(self.store.lost()):
                 for pod in self.pods:
                     if pod.address == address and pod.consumer is not None:
                         pod.consumer.store_lost()

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 import xxhash
 
-from indexer.plan import AskReplay, Ledger, merged
+from indexer.merge import merged
+from indexer.plan import AskReplay, Ledger
+from indexer.snapshot import pack, unpack
 from indexer.wire import Batch, Cleared, Event, Removed, Stored, decode
 from router.core.hashing import chain_keys, pack_tokens, root_key
 from router.core.types import Add, BlockKey, Clear, IndexOp, Remove
@@ -501,3 +503,61 @@ def test_the_ledger_agrees_with_a_dict_under_random_events() -> None:
             tell(book, removed(i))
             copies[i] -= copies[i] > 0
         assert set(book.claims("gpu")) == {all_keys[i] for i, n in copies.items() if n}
+
+
+# -- snapshots ----------------------------------------------------------------------------------------------------
+
+
+def lived() -> Ledger:
+    """A Ledger with a bit of everything."""
+    book = ledger()
+    tell(book, stored(0, 6), stored(3, 5), stored(0, 2, names=2000, lora_name="ad", lora_id=3))
+    tell(book, Stored((1000,), None, b"", 0, medium="CPU"), removed(5), stored(7, 8))
+    return book
+
+
+def test_a_snapshot_goes_on_where_the_ledger_was() -> None:
+    first, second = lived(), ledger()
+    taken = first.snapshot()
+    assert taken is not None
+    found = unpack(pack(taken))
+    assert found is not None
+    assert second.restore(found)
+    for tier in ("gpu", "cpu"):
+        assert set(second.claims(tier)) == set(first.claims(tier))  # type: ignore[arg-type]
+    assert second.claimed == first.claimed
+    assert (second.last_seq, second.block_size_tokens, second.whole) == (1, SIZE, True)
+    for events in (
+        [removed(3, 4)],
+        [removed(3)],
+        [stored(5, 7)],
+        [stored(0, 1, names=9000, lora_name="ad", lora_id=4)],
+    ):
+        assert tell(first, *events) == tell(second, *events)
+
+
+def test_a_snapshot_of_another_seed_or_model_is_not_taken() -> None:
+    taken = lived().snapshot()
+    assert taken is not None
+    for other in (Ledger(seed="other", model="m"), Ledger(seed="seed", model="other")):
+        assert not other.restore(taken)
+        assert (other.last_seq, other.claimed["gpu"]) == (-1, 0)
+    assert ledger().snapshot() is None
+
+
+def test_a_broken_snapshot_is_no_snapshot() -> None:
+    taken = lived().snapshot()
+    assert taken is not None
+    blob = pack(taken)
+    rng = Random(9)
+    for n in range(300):
+        bad = bytearray(blob[: rng.randrange(len(blob))] if n % 2 else blob)
+        for _ in range(n % 5):
+            if bad:
+                bad[rng.randrange(len(bad))] = rng.randrange(256)
+        found = unpack(bytes(bad))
+        assert found is None or found == taken  # bits that mean nothing to zlib
+    for change in ({"version": 0}, {"parts": [8] * 63}, {"parts": [7] * 64}, {"names": b""}, {"last_seq": -1}):
+        assert unpack(pack(msgspec.structs.replace(taken, **change))) is None
+    full = msgspec.structs.replace(taken, names=b"\1" * len(taken.names))
+    assert not ledger().restore(full)  # no empty place: probing would never end
