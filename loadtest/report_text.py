@@ -32,7 +32,10 @@ def share(value: float | None) -> str:
 
 def ratio(base: float | None, value: float | None) -> str:
     """How many times smaller than the base."""
-    return "-" if not base or not value else f"{base / value:.2f} x"
+    if not base or not value:
+        return "-"
+    times = base / value
+    return f"{times:.0f} x" if times >= 10 else f"{times:.2f} x"
 
 
 def balance(requests_by_pod: Mapping[str, int]) -> str:
