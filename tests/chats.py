@@ -4,6 +4,7 @@
 `requests(seed, count)` gives (feature, path, body). The features name the rows of the parity table.
 """
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -383,3 +384,46 @@ def requests(seed: int, count: int) -> Iterator[tuple[str, str, Body]]:
         else:
             name, make = features[(n - n // 3) % len(features)]
             yield name, "/v1/chat/completions", {"model": "m", **make(rng)}
+
+
+_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 1.5, "", "x", "auto", "none", [], {}, [""], ["a", None], {"type": "text"}, {"type": "text", "text": "hi"},
+    [{"type": "text", "text": "hi"}], "user", "system", "tool", "assistant", "developer", {"a": None},
+)  # fmt: skip
+_FIELDS = (
+    "content role name tool_calls tools reasoning reasoning_content type text function arguments tool_choice documents chat_template_kwargs "
+    "reasoning_effort add_generation_prompt continue_final_message add_special_tokens truncate_prompt_tokens truncation_side strict "
+    "parameters description id tool_call_id system thinking input instructions status task refusal defer_loading echo suffix uuid"
+).split()
+
+
+def mutated(rng: random.Random, body: Body) -> Body:
+    """A copy with one or two fields removed, replaced, added or doubled anywhere: mostly what an engine refuses."""
+    made: Body = copy.deepcopy(body)
+    for _ in range(rng.randint(1, 2)):
+        places = [(o, k) for o, k in _places(made) if not (o is made and k == "model")]
+        if not places:
+            continue
+        holder, key = rng.choice(places)
+        kind = rng.random()
+        if kind < 0.25:
+            del holder[key]
+        elif kind < 0.6:
+            holder[key] = copy.deepcopy(rng.choice(_VALUES))
+        elif isinstance(holder, list):
+            holder.insert(key, copy.deepcopy(rng.choice(holder)))
+        else:
+            holder[rng.choice(_FIELDS)] = copy.deepcopy(rng.choice(_VALUES))
+    return made
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return
+    for key, inner in list(items):
+        yield value, key
+        yield from _places(inner)

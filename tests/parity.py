@@ -7,6 +7,7 @@ The oracle is tests/vllm_oracle.py. "tiny" is the tiny model; the others are fet
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from router.tokenize.load import load
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import NoTokens, PromptTokens
 from router.tokenize.rendering import render_fully
-from tests.chats import requests
+from tests.chats import mutated, requests
 from tests.families import CHAT_FAMILIES, family
 
 TINY = Path(__file__).parent / "data" / "tiny-model"
@@ -74,9 +75,13 @@ def compare(
     count: int,
     options: ModelOptions | None = None,
     flags: list[str] | None = None,
+    mutate: bool = False,
 ) -> Tally:
     renderer = ModelRenderer(load(str(folder), offline=True, deadline_s=600), options or ModelOptions())
     made = list(requests(seed, count))
+    if mutate:
+        rng = random.Random(seed)
+        made = [(feature, path, mutated(rng, body)) for feature, path, body in made]
     rows = [{"path": path, "body": body} for _, path, body in made]
     tally = Tally()
     for (feature, path, body), row, theirs in zip(
@@ -104,6 +109,7 @@ def main() -> int:
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python")
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mutate", action="store_true", help="break bodies: what is still taken must be equal")
     parser.add_argument(
         "--record", type=Path, help="write the tiny model's bodies and ids there (tests/golden) and stop"
     )
@@ -115,7 +121,7 @@ def main() -> int:
     for name in args.families:
         folder = TINY if name == "tiny" else family(name)
         flags = [] if name == "gptoss" else TOOLS  # harmony has its own parser of tool calls
-        tally = compare(args.vllm_python, folder, seed=args.seed, count=args.count, flags=flags)
+        tally = compare(args.vllm_python, folder, seed=args.seed, count=args.count, flags=flags, mutate=args.mutate)
         bad += tally.different
         print(f"{name}: equal {tally.total('equal')}, different {tally.different}, refused {tally.total('refused')}")
         for feature, cell in sorted(tally.cells.items()):

@@ -120,23 +120,26 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
         raise Unrenderable("a tool without a function")
     if tool.get("type", "function") != "function":
         raise Unrenderable("a tool that is not a function")
-    defer = tool.get("defer_loading")
     rendered: dict[str, Any] = {
         "name": function["name"],
         "description": function.get("description"),
         "parameters": function.get("parameters"),
     }
-    if function.get("strict") is not None:
-        rendered["strict"] = function["strict"]
-    inner_defer = function.get("defer_loading", None)
-    if inner_defer is None:
-        inner_defer = defer
-    if inner_defer is not None:
-        rendered["defer_loading"] = inner_defer
     outer: dict[str, Any] = {"type": "function", "function": rendered}
-    if defer is not None:
-        outer["defer_loading"] = defer
+    _put_flag(rendered, "strict", function.get("strict"))
+    inner = function.get("defer_loading")
+    _put_flag(rendered, "defer_loading", tool.get("defer_loading") if inner is None else inner)
+    _put_flag(outer, "defer_loading", tool.get("defer_loading"))
     return outer
+
+
+def _put_flag(rendered: dict[str, Any], name: str, value: Any) -> None:
+    """Such a field is rendered only if it is given; the engine turns 0 and "true" into booleans, we do not follow."""
+    if value is None:
+        return
+    if not isinstance(value, bool):
+        raise Unrenderable(f"a tool whose {name} is no boolean")
+    rendered[name] = value
 
 
 def normalise(messages: list[Message], content_format: ContentFormat) -> tuple[list[Message], bool]:

@@ -50,6 +50,15 @@ def test_the_engine_sees_the_same_ids(name: str) -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("name", CHAT_FAMILIES)
+def test_broken_bodies_that_the_engine_still_takes_give_its_ids(name: str) -> None:
+    tally = compare(str(VLLM_PYTHON), family(name), seed=11, count=1500, flags=TOOLS, mutate=True)
+    assert tally.differences == []
+    assert tally.total("equal") > 300
+    assert tally.total("refused") > 300
+
+
+@pytest.mark.vllm
 def test_llama_2_has_completions_and_gpt_oss_is_a_counted_fallback() -> None:
     llama = compare(str(VLLM_PYTHON), family("llama2"), seed=7, count=300, flags=TOOLS)
     assert (llama.different, llama.total("equal")) == (0, 60)
