@@ -9,6 +9,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from indexer.app import Indexer
+from indexer.check import Report, check, show
 from indexer.follow import follow
 from router.admin import AdminPages
 from router.door import Lifecycle
@@ -53,4 +54,11 @@ async def _serve(settings: IndexSettings) -> None:
 def serve_index(settings: IndexSettings) -> int:
     """`warmroute index`; returns the exit status."""
     setup_logging(level=settings.log_level, form=settings.log_format)
+    if settings.check:
+        reports: list[Report] = []
+
+        async def look() -> None:
+            reports.extend(await check(settings))
+
+        return run_on_uvloop(look) or show(reports)
     return run_on_uvloop(lambda: _serve(settings))

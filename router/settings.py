@@ -242,6 +242,9 @@ class IndexSettings(CommonSettings):
     """`warmroute index`."""
 
     admin_port: int = Field(9091, ge=0, lt=65536, description="admin port; 0: a free one, logged")
+    check: bool = Field(
+        False, description="compare the index with what the pods hold, print it, and exit: 1 when something differs"
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[_Base]) -> None:

@@ -30,16 +30,33 @@ class LocalView:
         self._prune_at: dict[WorkerAddress, int] = {}
         self._sets: dict[WorkerAddress, _WorkingSet] = {}
 
-    def note(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float | None = None) -> None:
-        """This chain, from its block 0, was just sent there. The last word counts: a shorter ttl shortens."""
-        now_s = self._clock()
-        self._until(address, keys, now_s + (self._ttl_s if ttl_s is None else ttl_s), now_s)
-        self._sets.setdefault(address, _WorkingSet(self._window_s)).add(keys, now_s)
+    def note(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float | None = None) -> float:
+        """This chain, from its block 0, was just sent there. The last word counts: a shorter ttl shortens.
 
-    def settle(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float) -> None:
-        """Another end for what was noted before: not a new use of it."""
+        Returns its end, by which `unsay` knows it.
+        """
         now_s = self._clock()
-        self._until(address, keys, now_s + ttl_s, now_s)
+        end_s = now_s + (self._ttl_s if ttl_s is None else ttl_s)
+        self._until(address, keys, end_s, now_s)
+        self._sets.setdefault(address, _WorkingSet(self._window_s)).add(keys, now_s)
+        return end_s
+
+    def settle(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float, revive: bool = False) -> None:
+        """Another end for what was noted before: not a new use of it.
+
+        What was removed meanwhile stays removed, unless `revive`: nobody reports removals, so it can only be pruned.
+        """
+        now_s, ends = self._clock(), self._ends.get(address, {})
+        known = keys if revive else [k for k in keys if k in ends]
+        if known:
+            self._until(address, known, now_s + ttl_s, now_s)
+
+    def unsay(self, address: WorkerAddress, keys: Iterable[BlockKey], end_s: float) -> None:
+        """These blocks were not computed after all; what another request noted since stays."""
+        ends = self._ends.get(address, {})
+        for key in keys:
+            if ends.get(key) == end_s:
+                del ends[key]
 
     def _until(self, address: WorkerAddress, keys: Sequence[BlockKey], end_s: float, now_s: float) -> None:
         ends = self._ends.setdefault(address, {})

@@ -121,6 +121,28 @@ class RedisIndexReader:
             "last_error": self._last_error,
         }
 
+    async def dump(self, address: WorkerAddress) -> set[BlockKey]:
+        """Every block on the worker's GPU tier, by a scan of the whole index: for checks, never for requests."""
+        await self._refresh(5.0)
+        registry = self._registry
+        slots = sum(1 << slot for slot, name in registry.names.items() if name == address)
+        prefix = self._prefixes.get("gpu")
+        held: set[BlockKey] = set()
+        cursor: bytes | str = "0"
+        while prefix and slots:
+            command = ("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", 2000)
+            cursor, names = (await self._link.call(command, deadline_s=10.0))[0]
+            names = [n for n in names if len(n) == len(prefix) + 8]
+            values = (await self._link.call(("MGET", self._ver, *names), deadline_s=10.0))[0][1:] if names else []
+            held |= {
+                BlockKey(n[len(prefix) :])
+                for n, v in zip(names, values, strict=True)
+                if v and int.from_bytes(v, "little") & slots
+            }
+            if cursor == b"0":
+                break
+        return held
+
     # -- lookup -----------------------------------------------------------------------------------------------
 
     async def _holders(self, keys: Sequence[BlockKey], ends_s: float) -> Mapping[WorkerAddress, Held]:

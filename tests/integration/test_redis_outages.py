@@ -8,9 +8,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from indexer.app import Indexer
+from indexer.check import compare, dumped, show
 from indexer.consumer import Limits
 from indexer.source import SourceSpec
 from router.core.types import Add, BlockKey, IndexUnavailable, Remove, WorkerAddress, WorkerId
@@ -389,3 +392,52 @@ async def test_a_snapshot_of_another_process_is_no_claim(server: Server) -> None
             async with indexing(server.url, publisher, limits=soon):
                 await until(lambda: _is(gpu(reader, keys_of(2, 5)), 5))
                 assert await gpu(reader, keys_of(1, 5)) == 0
+
+
+async def test_a_check_tells_equal_from_missing_and_stale(server: Server) -> None:
+    pod = WorkerAddress("http://127.0.0.1:9")  # nobody is there to dump its blocks: replay tells
+    with contextlib.closing(Publisher()) as publisher:
+        spec = SourceSpec(pod, "m", publisher.events, publisher.replay)
+        async with (
+            indexing(server.url, publisher, pod),
+            reading(server.url) as reader,
+            aiohttp.ClientSession() as session,
+        ):
+            for block in range(6):
+                publisher.publish(batch(1, block))
+            publisher.publish(batch(1, 5, removed=True))
+            await until(lambda: _is(gpu(reader, keys_of(1, 6), WorkerId(pod, "")), 5))
+            report = await compare(spec, reader, session, "s", pause_s=0.01)
+            assert (report.held_blocks, report.indexed_blocks, show([report])) == (5, 5, 0)
+            names = server.command("KEYS", "*")
+            assert isinstance(names, list)
+            victim = next(n for n in names if n[4:] == keys_of(1, 3)[2])
+            server.command("RENAME", victim, victim[:4] + b"no block")
+            report = await compare(spec, reader, session, "s", pause_s=0.01)
+            assert (report.missing_blocks, report.stale_blocks, show([report])) == (1, 1, 1)
+            assert "DIFFERS" in report.line()
+
+
+async def test_a_check_reads_an_emulated_pods_own_dump(server: Server) -> None:
+    async def blocks(_: web.Request) -> web.Response:
+        rows = [
+            {"hash": 10 + i, "parent": 9 + i if i else None, "lora_name": None, "cache_salt": None, "copies": 1}
+            | {"token_ids": [1000 + 4 * i + j for j in range(4)]}
+            for i in (2, 0, 1)
+        ]
+        unknown = {"hash": 99, "parent": 98, "lora_name": None, "cache_salt": None, "copies": 1, "token_ids": [1] * 4}
+        return web.json_response({"blocks": [*rows, unknown, {**unknown, "hash": 97, "token_ids": None}]})
+
+    app = web.Application()
+    app.add_routes([web.get("/emulated/blocks", blocks)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    pod = WorkerAddress(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    try:
+        async with aiohttp.ClientSession() as session:
+            truth = await dumped(SourceSpec(pod, "m", "tcp://127.0.0.1:1"), session, "s")
+        assert truth is not None
+        assert truth.keys == set(keys_of(1, 3))
+    finally:
+        await runner.cleanup()
