@@ -3,8 +3,10 @@
 import typing
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from router.ops import Metrics, PodRows
-from router.settings import CommonSettings, IndexSettings, ServeSettings
+from router.settings import CommonSettings, IndexSettings, ServeSettings, choices
 
 DOCS = Path(__file__).parent
 
@@ -15,7 +17,13 @@ def configuration() -> str:
         "",
         "Generated from `router/settings.py` by `make docs`. Flags win over environment, environment over the YAML",
         "file (`--config FILE`, names with underscores). Environment names are `WARMROUTE_` + the name in capitals;",
-        "a repeatable setting takes several values separated by white space there.",
+        "a repeatable setting takes several values separated by white space there. The file looks so:",
+        "",
+        "    port: 8080",
+        "    decision_headers: true",
+        "    pod:",
+        "      - http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558",
+        "      - http://10.0.0.2:8000,events=tcp://10.0.0.2:5557,replay=tcp://10.0.0.2:5558",
     ]
     common = set(CommonSettings.model_fields)
     lines += _table("`warmroute serve` and `warmroute index`", CommonSettings, common)
@@ -34,8 +42,14 @@ def _table(title: str, model: type[CommonSettings], names: set[str]) -> list[str
         flag = "--" + name.replace("_", "-")
         if "list" in str(typing.get_origin(field.annotation) or field.annotation):
             flag += " (repeatable)"
-        lines.append(f"| `{flag}` | {shown} | {field.description} |".replace("` (repeatable)", " (repeatable)`"))
+        lines.append(
+            f"| `{flag}` | {shown} | {field.description}{_choices(field)} |".replace("` (repeatable)", " (repeatable)`")
+        )
     return lines
+
+
+def _choices(field: FieldInfo) -> str:
+    return "".join(f"{', ' if at else '; one of '}`{c}`" for at, c in enumerate(choices(field)))
 
 
 def _shown(default: object) -> str:

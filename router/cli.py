@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 
 from router.settings import IndexSettings, ServeSettings, SettingsError, add_flags, read
@@ -28,9 +29,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="warmroute", description="Prefix-cache-aware router for vLLM")
     parser.add_argument("--version", action="version", version=f"warmroute {version('warmroute')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="route requests to pods behind one OpenAI-compatible URL")
+    # No abbreviations: --pods is not --pods-file.
+    serve = commands.add_parser(
+        "serve", help="route requests to pods behind one OpenAI-compatible URL", allow_abbrev=False
+    )
     add_flags(serve, ServeSettings)
-    index = commands.add_parser("index", help="keep the shared index in Redis true from the pods' KV events")
+    index = commands.add_parser(
+        "index", help="keep the shared index in Redis true from the pods' KV events", allow_abbrev=False
+    )
     add_flags(index, IndexSettings)
     for name, text in {**_PASSED_ON, **_TOOLS}.items():
         commands.add_parser(name, help=text, add_help=False)
@@ -46,7 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return loadtest_main(args[1:] if args[0] == "loadtest" else args)
     if args and args[0] in _TOOLS:
         return _tool(args[0], args[1:])
-    flags = vars(build_parser().parse_args(args))
+    parser = build_parser()
+    if not args:
+        parser.print_help(sys.stderr)
+        return 2
+    known, unknown = parser.parse_known_args(args)
+    flags = vars(known)
+    if unknown:
+        return _refuse_unknown(flags, unknown[0])
     try:
         if flags["command"] == "serve":
             from router.app import serve
@@ -58,6 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as exc:
         sys.stderr.write(f"warmroute {flags['command']}: {exc}\n")
         return 2
+
+
+def _refuse_unknown(flags: dict[str, object], given: str) -> int:
+    command, flag = flags["command"], given.partition("=")[0]
+    close = get_close_matches(flag, ["--" + name.replace("_", "-") for name in flags if name != "command"], n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    sys.stderr.write(f"warmroute {command}: unknown argument {flag}; {meant}`warmroute {command} --help` lists all\n")
+    return 2
 
 
 def _tool(name: str, argv: list[str]) -> int:

@@ -6,6 +6,7 @@ May import: aiohttp.web, router.admin, router.door, router.settings.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import sys
@@ -40,9 +41,10 @@ async def open_admin(
 
 
 def cannot_listen(what: str, host: str, port: int, exc: OSError) -> SettingsError:
-    return SettingsError(
-        f"cannot listen on {host}:{port} for {what}: {exc.strerror or exc}; choose another --{what}-port"
-    )
+    """What to say of a port that was not got; `what`: client or admin."""
+    at = "admin-" if what == "admin" else ""
+    cure = f"choose another --{at}port" if exc.errno != errno.EADDRNOTAVAIL else f"is --{at}host one of this machine's?"
+    return SettingsError(f"cannot listen on {host}:{port} for {what}: {exc.strerror or exc}; {cure}")
 
 
 def stop_signals() -> asyncio.Event:

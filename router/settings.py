@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -48,6 +49,7 @@ class _Base(BaseSettings):
         path = init_settings().get("config") or env_settings().get("config")
         sources: tuple[PydanticBaseSettingsSource, ...] = (init_settings, env_settings)
         if path:
+            Path(path).read_bytes()  # the YAML source would take a file that is not there for an empty one
             sources += (YamlConfigSettingsSource(settings_cls, yaml_file=path),)
         return sources
 
@@ -127,7 +129,7 @@ class ServeSettings(CommonSettings):
     port: int = Field(8080, ge=0, lt=65536, description="port for clients; 0: a free one, logged")
     admin_port: int = Field(9090, ge=0, lt=65536, description="admin port; 0: a free one, logged")
     admin_on_main: bool = Field(False, description="serve /debug/* on the client port too")
-    policy: str = Field("prefix", description="how a pod is chosen; docs/policies in the architecture page lists them")
+    policy: str = Field("prefix", description="how a pod is chosen; docs/policies.md lists the rules")
     allow_policy_header: bool = Field(False, description="let the request header x-warmroute-policy choose a policy")
     decision_headers: bool = Field(
         False, description="put x-warmroute-* headers on replies: pod, policy, matched tokens, reason"
@@ -253,14 +255,42 @@ def add_flags(parser: argparse.ArgumentParser, model: type[_Base]) -> None:
         flag = "--" + name.replace("_", "-")
         default = field.get_default(call_default_factory=True)
         shown = "" if default in (None, [], "") else f" (default: {default})"
+        meta = _metavar(name, field)
         text = f"{field.description}{shown}".replace("%", "%%")
         kind = _plain(field.annotation)
         if kind is bool:
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif typing.get_origin(kind) is list:
-            parser.add_argument(flag, dest=name, action="append", default=None, metavar="X", help=text)
+            parser.add_argument(flag, dest=name, action="append", default=None, metavar=meta, help=text)
         else:
-            parser.add_argument(flag, dest=name, default=None, metavar=name.rsplit("_", 1)[-1].upper(), help=text)
+            parser.add_argument(flag, dest=name, default=None, metavar=meta, help=text)
+
+
+_METAVARS = {
+    "pod": "SPEC",
+    "tokenizer": "MODEL=PATH_OR_ID",
+    "chat_template": "MODEL=FILE",
+    "chat_template_kwargs": "MODEL=JSON",
+}
+_UNITS = {"s": "SECONDS", "ms": "MILLISECONDS", "bytes": "BYTES"}
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    """What stands after a flag in its help: a unit, the kind of value, or the choices."""
+    if name in _METAVARS:
+        return _METAVARS[name]
+    if chosen := choices(field):
+        return "{" + ",".join(chosen) + "}"
+    kind, last = _plain(field.annotation), name.rsplit("_", 1)[-1]
+    if kind in (int, float):
+        return "PORT" if last == "port" else "N" if "_per_" in name else _UNITS.get(last, "N")
+    return "FILE" if kind is Path else last.upper()
+
+
+def choices(field: FieldInfo) -> tuple[str, ...]:
+    """The only values a setting may have; () when it is free."""
+    kind = _plain(field.annotation)
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
 def _plain(annotation: Any) -> Any:
@@ -282,7 +312,11 @@ def read(model: type[_Settings], flags: dict[str, Any]) -> _Settings:
         for error in exc.errors():
             name = str(error["loc"][0]) if error["loc"] else "settings"
             flag = "--" + name.replace("_", "-")
-            lines.append(f"{flag} (or WARMROUTE_{name.upper()}): {error['msg']}, got {_short(error.get('input'))}")
+            if error["type"] == "extra_forbidden":
+                lines.append(f"{name} in the settings file is no setting of this command; see docs/configuration.md")
+                continue
+            says = error["msg"].removeprefix("Value error, ")
+            lines.append(f"{flag} (or WARMROUTE_{name.upper()}): {says}, got {_short(error.get('input'))}")
         raise SettingsError("\n".join(lines)) from exc
     except (OSError, ValueError) as exc:
         raise SettingsError(f"the settings file cannot be read: {exc}") from exc
@@ -299,6 +333,6 @@ def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
     for value in values:
         name, equals, right = value.partition("=")
         if not equals or not name or not right:
-            raise SettingsError(f"{flag} {value!r} is not NAME=VALUE")
+            raise SettingsError(f"{flag} {value!r} must be {_METAVARS.get(flag[2:].replace('-', '_'), 'NAME=VALUE')}")
         found[name] = right
     return found

@@ -6,6 +6,7 @@ May import: router.fleet, router.ops, router.settings.
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -19,9 +20,29 @@ from router.fleet.static import parse_specs
 from router.ops import Metrics
 from router.settings import CommonSettings, SettingsError
 
+log = logging.getLogger("warmroute.fleet")
+_DISCOVERY_OF = {"selector": "kubernetes", "service": "kubernetes or dns", "pods-file": "file"}
+
 
 def fleet_specs(settings: CommonSettings) -> list[PodSpec]:
     """The pods of --pod. Raises SettingsError with the cure."""
+    if settings.discovery != "static":
+        if settings.pod:
+            raise SettingsError(
+                f"--pod and --discovery {settings.discovery} are two answers to one question; leave one out"
+            )
+        return []
+    for flag, value in (
+        ("selector", settings.selector),
+        ("service", settings.service),
+        ("pods-file", settings.pods_file),
+    ):
+        if value is not None:
+            raise SettingsError(
+                f"--{flag} needs --discovery {_DISCOVERY_OF[flag]}; with static discovery it is not read"
+            )
+    if not settings.pod:
+        log.warning("no pod is configured, so nothing can be served: give --pod SPEC for each pod, or --discovery")
     try:
         return parse_specs(settings.pod)
     except ValueError as exc:
@@ -46,7 +67,10 @@ def build_fleet(settings: CommonSettings) -> Fleet:
 def count_pods(fleet: Fleet, metrics: Metrics) -> None:
     """The ready-pod count is always there, 0 included (H73)."""
 
+    said: dict[str, str | None] = {}
+
     def changed(state: FleetState) -> None:
+        _tell(state, said)
         ready = sum(p.serving for p in state.pods.values())
         metrics.pods.labels(state="ready").set(ready)
         metrics.pods.labels(state="not_ready").set(len(state.pods) - ready)
@@ -54,6 +78,21 @@ def count_pods(fleet: Fleet, metrics: Metrics) -> None:
     fleet.on_change(changed)
     metrics.pod_rows.rows = fleet.status
     changed(fleet.state)
+
+
+def _tell(state: FleetState, said: dict[str, str | None]) -> None:
+    """Log each pod that has become ready or unready, or is so for another reason; `said` is what was logged."""
+    for identity in said.keys() - state.pods.keys():
+        del said[identity]
+    for identity, pod in state.pods.items():
+        if pod.not_ready == "starting" or said.get(identity, "starting") == pod.not_ready:
+            continue
+        said[identity] = pod.not_ready
+        fields = {"pod": pod.spec.name, "reason": pod.not_ready, "detail": pod.detail}
+        if pod.serving:
+            log.info("pod is ready", extra={"fields": {"pod": pod.spec.name, "models": [m.id for m in pod.models]}})
+        else:
+            log.warning("pod takes no requests", extra={"fields": fields})
 
 
 async def start_pods(

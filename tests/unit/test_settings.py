@@ -1,0 +1,81 @@
+"""What a wrong setting is answered: which one, why, and what to do."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from router.cli import main
+from router.fleet.build import fleet_specs
+from router.process import cannot_listen
+from router.settings import IndexSettings, ServeSettings, SettingsError, pairs, read
+
+POD = ["http://10.0.0.1:8000"]
+
+
+def test_a_settings_file_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"cannot be read: .*nope\.yaml"):
+        read(ServeSettings, {"config": str(tmp_path / "nope.yaml")})
+
+
+def test_a_settings_file_is_read_and_a_misspelt_name_in_it_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "warmroute.yaml"
+    file.write_text("port: 8085\npod:\n  - http://10.0.0.1:8000\n")
+    settings = read(ServeSettings, {"config": str(file)})
+    assert (settings.port, settings.pod) == (8085, POD)
+    file.write_text("polic: random\n")
+    with pytest.raises(SettingsError, match="polic in the settings file is no setting"):
+        read(ServeSettings, {"config": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["serve", "--pods", "http://x"], "unknown argument --pods; did you mean --pod?"),
+        (["serve", "--tokeniser=tiny=x"], "unknown argument --tokeniser; did you mean --tokenizer?"),
+        (["index", "--port", "1"], "unknown argument --port"),
+        (["serve", "--redis-url", "127.0.0.1:6379"], "): must begin with redis://"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_the_right_one(
+    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(args) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_no_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (ServeSettings(selector="app=vllm"), "--selector needs --discovery kubernetes"),
+        (ServeSettings(pods_file=Path("pods"), pod=POD), "--pods-file needs --discovery file"),
+        (IndexSettings(discovery="kubernetes", selector="app=vllm", pod=POD), "--pod and --discovery kubernetes"),
+    ],
+)
+def test_settings_that_would_not_be_read_are_refused(settings: ServeSettings | IndexSettings, says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        fleet_specs(settings)
+
+
+def test_a_router_without_any_pod_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert fleet_specs(ServeSettings()) == []
+    assert "give --pod SPEC" in caplog.text
+
+
+def test_a_pair_without_its_value_is_told_its_form() -> None:
+    with pytest.raises(SettingsError, match="--tokenizer 'tiny' must be MODEL=PATH_OR_ID"):
+        pairs(["tiny"], "--tokenizer")
+
+
+def test_a_port_that_cannot_be_had_names_a_flag_that_exists() -> None:
+    taken = OSError(errno.EADDRINUSE, "address already in use")
+    for what, flag in (("client", "--port"), ("admin", "--admin-port")):
+        assert f"choose another {flag}" in str(cannot_listen(what, "127.0.0.1", 1, taken))
+        assert flag[2:].replace("-", "_") in ServeSettings.model_fields
+    strange = OSError(errno.EADDRNOTAVAIL, "cannot assign requested address")
+    assert "is --host one of this machine's?" in str(cannot_listen("client", "10.9.9.9", 1, strange))
