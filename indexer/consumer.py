@@ -80,7 +80,6 @@ class Consumer:
         self._retry_at_s: float | None = None
         self._replayed_s = clock()
         self.last_event_s: float | None = None
-        self.engine_lag_s: float | None = None
         self.last_error: str | None = None
         self.replays = 0
         self.last_replay: dict[str, Any] | None = None

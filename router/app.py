@@ -78,6 +78,7 @@ class Parts:
             self.index = MemoryIndex()
             self.indexer = Indexer(self.index, seed=self.seed, metrics=self.metrics)
         self.index.listen(self.local)
+        self.metrics.local_view_blocks.set_function(lambda: self.local.blocks)
         self.fleet.learn_block_sizes_from(lambda worker: self.index.block_sizes().get(worker))
         self.conductor = Conductor(
             fleet=self.fleet,

@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+LOOKUP_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -127,6 +128,14 @@ class Metrics:
 
         # -- the index ----------------------------------------------------------------------------------------------
         self.index_up = self.gauge("index_up", "1 while the shared index answers in time, 0 while the breaker is open")
+        self.index_lookup_seconds = self.histogram(
+            "index_lookup_seconds", "one lookup in the shared index", buckets=LOOKUP_SECONDS
+        )
+        self.near_cache_blocks = self.gauge(
+            "near_cache_blocks", "blocks of hot chains kept in this process for a moment"
+        )
+        self.near_cache_hits = self.counter("near_cache_hit_blocks", "blocks that a lookup need not ask Redis for")
+        self.local_view_blocks = self.gauge("local_view_blocks", "blocks that this router remembers having routed")
         self.kv_sources = self.gauge("kv_sources", "workers whose KV events are followed, by state", "state")
         self.kv_blocks = self.gauge("kv_blocks", "blocks that the followed workers hold, by tier", "tier")
         self.kv_events = self.counter("kv_events", "what happened while following KV events", "what")

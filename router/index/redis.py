@@ -56,6 +56,7 @@ class RedisIndexReader:
         self._deadline_s, self._clock, self._metrics = deadline_s, clock, metrics
         self._breaker = Breaker(clock)
         self._registry: Registry = EMPTY
+        self._sizes: dict[WorkerAddress, int] = {}  # outlives the registry: an emptied Redis changes no block size
         self._prefixes: dict[Tier, bytes] = {}
         self._near = NearCache(near_cache_s, clock)
         self._listeners: list[RemovalListener] = []
@@ -89,18 +90,20 @@ class RedisIndexReader:
             return {}
         if not self._breaker.allows():
             raise IndexUnavailable("breaker_open")
-        ends_s = self._clock() + self._deadline_s
+        started_s = self._clock()
         try:
-            answer = await self._holders(keys, ends_s)
+            answer = await self._holders(keys, started_s + self._deadline_s)
         except IndexUnavailable as exc:
             self._failed(exc)
             raise
+        finally:
+            self._metrics.index_lookup_seconds.observe(self._clock() - started_s)
         self._breaker.succeeded()
         return answer
 
     def block_sizes(self) -> Mapping[WorkerAddress, int]:
         """Block size in tokens per worker, as the indexers learnt it."""
-        return self._registry.sizes
+        return self._sizes
 
     def listen(self, listener: RemovalListener) -> None:
         """Tell this listener of every removal and clear from now on."""
@@ -174,6 +177,7 @@ class RedisIndexReader:
         """
         whole = len(registry.tiers) > 1
         column = self._near.head(tier, keys)
+        self._metrics.near_cache_hits.inc(len(column))
         alive = registry.live_mask
         for bitmap in column:
             alive &= bitmap
@@ -226,11 +230,14 @@ class RedisIndexReader:
         elif registry.epoch != before.epoch:
             self._prefixes = block_prefixes(self._fp, registry.epoch)
             self._near.clear()
+        if registry.version != before.version and registry is not EMPTY:
+            known = {a: n for a, n in self._sizes.items() if len(self._sizes) < 4096 or a in registry.lives}
+            self._sizes = {**known, **registry.sizes}
         again = self._feed_up and self._feed_missed  # removals went unheard for a while
         self._feed_missed &= not again
         for address, life in registry.lives.items():
-            known = before.lives.get(address)
-            if (known is not None and known != life) or again:
+            life_before = before.lives.get(address)
+            if (life_before is not None and life_before != life) or again:
                 self._tell_cleared(address)
         for address in before.lives.keys() - registry.lives.keys() if registry is not EMPTY else ():
             self._tell_cleared(address)
@@ -253,6 +260,7 @@ class RedisIndexReader:
                 if self._clock() - started_s <= self._deadline_s:
                     self._breaker.probed()
             self._metrics.index_up.set(self._breaker.allows())
+            self._metrics.near_cache_blocks.set(len(self._near))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), REFRESH_S)
 

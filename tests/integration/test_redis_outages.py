@@ -23,7 +23,7 @@ from router.index.redis import RedisIndexReader, RedisIndexWriter
 from router.ops import Metrics
 from tests.fakes.publisher import Publisher
 from tests.fakes.redis_proxy import HostileProxy
-from tests.fakes.redis_servers import Server, running
+from tests.fakes.redis_servers import Server, free_port, running
 from tests.integration.test_zmq_events import LIMITS, batch, keys_of
 
 A, B = WorkerId(WorkerAddress("http://a"), "life-a"), WorkerId(WorkerAddress("http://b"), "life-b")
@@ -191,6 +191,25 @@ async def test_a_read_only_redis_is_waited_out(server: Server, proxy: HostilePro
         proxy.readonly = False
         await writer.apply(A, [Add(chain(3))])
         assert await gpu(reader, chain(3)) == 3
+
+
+async def test_a_primary_that_becomes_a_replica_and_back(server: Server) -> None:
+    """As after a failover: lookups go on, writes wait, and what was told meanwhile comes through afterwards."""
+    with contextlib.closing(Publisher()) as publisher:
+        async with indexing(server.url, publisher), reading(server.url) as reader:
+            publisher.publish(batch(1, 0))
+            await until(lambda: gpu(reader, keys_of(1, 1)))
+            try:
+                server.command("REPLICAOF", "127.0.0.1", str(free_port()))
+                publisher.publish(batch(1, 1))
+                publisher.publish(batch(1, 0, removed=True))
+                await asyncio.sleep(0.3)
+                assert await gpu(reader, keys_of(1, 2)) == 1
+            finally:
+                server.command("REPLICAOF", "NO", "ONE")
+            await until(lambda: _is(gpu(reader, keys_of(1, 1)), 0))
+            publisher.publish(batch(1, 0))
+            await until(lambda: _is(gpu(reader, keys_of(1, 2)), 2))
 
 
 async def test_a_late_write_of_a_former_owner_changes_nothing(server: Server) -> None:
