@@ -289,16 +289,18 @@ class Conductor:
     def _book(self, prepared: Prepared, view: _View, crowd_key: BlockKey | None) -> Booking:
         worker, chain = view.candidate.worker, view.chain
         settle: Callable[[], None] | None = None
+        unsay: Callable[[], None] | None = None
         if chain is not None and chain.keys:
-            self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
-            ttl_s = (
-                self._limits.confirm_grace_s
-                if chain.exact and view.pod.events is not None
-                else self._limits.local_ttl_no_events_s
-            )
+            fresh = chain.keys[self._local.depth(worker, chain.keys) :]
+            end_s = self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
+            told = chain.exact and view.pod.events is not None
+            ttl_s = self._limits.confirm_grace_s if told else self._limits.local_ttl_no_events_s
 
             def settle() -> None:
-                self._local.settle(worker, chain.keys, ttl_s=ttl_s)
+                self._local.settle(worker, chain.keys, ttl_s=ttl_s, revive=not told)
+
+            def unsay() -> None:
+                self._local.unsay(worker, fresh, end_s)
 
         return self.bookings.hold(
             worker,
@@ -306,6 +308,7 @@ class Conductor:
             prompt_tokens=prepared.work_tokens,
             crowd_key=crowd_key,
             on_first_token=settle,
+            on_void=unsay,
             exact=prepared.prompt_tokens is not None,
         )
 

@@ -32,7 +32,8 @@ class Booking:
     """One request on one worker. A context manager; `first_token` and `release` are idempotent."""
 
     __slots__ = (
-        "_crowd", "_crowd_key", "_learn", "_load", "_on_first_token", "_prompt_tokens", "_state", "_uncached_tokens",
+        "_crowd", "_crowd_key", "_learn", "_load", "_on_first_token", "_on_void", "_prompt_tokens", "_state",
+        "_uncached_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +45,7 @@ class Booking:
         crowd: Counter[BlockKey],
         crowd_key: BlockKey | None,
         on_first_token: Callable[[], None] | None = None,
+        on_void: Callable[[], None] | None = None,
         learn: Callable[[], None] | None = None,
     ) -> None:
         self._load = load
@@ -53,6 +55,7 @@ class Booking:
         self._crowd = crowd
         self._crowd_key = crowd_key
         self._on_first_token = on_first_token
+        self._on_void = on_void
         self._state = "prefill"
         load.prefill_tokens += uncached_tokens
         load.inflight_requests += 1
@@ -73,6 +76,12 @@ class Booking:
             self._load.decode_context_tokens += self._prompt_tokens
             if self._on_first_token is not None:
                 self._on_first_token()
+
+    def void(self) -> None:
+        """The worker refused the request, or broke before it answered: its cache is not what was expected of it."""
+        if self._state == "prefill" and self._on_void is not None:
+            self._on_void()
+            self._on_void = None
 
     def release(self) -> None:
         """The request has ended, however."""
@@ -122,12 +131,13 @@ class Bookings:
         prompt_tokens: int = 0,
         crowd_key: BlockKey | None = None,
         on_first_token: Callable[[], None] | None = None,
+        on_void: Callable[[], None] | None = None,
         exact: bool = False,
     ) -> Booking:
         """Book a request; release it by leaving the `with` block or by `release()`.
 
-        `on_first_token` is called once, when the prompt has been computed. `exact`: the tokens are counted, not
-        guessed, so the time to the first one may be learnt from.
+        `on_first_token` is called once, when the prompt has been computed; `on_void` once, if it never was.
+        `exact`: the tokens are counted, not guessed, so the time to the first one may be learnt from.
         """
         load = self.of(worker)
         return Booking(
@@ -137,6 +147,7 @@ class Bookings:
             crowd=self._crowd,
             crowd_key=crowd_key,
             on_first_token=on_first_token,
+            on_void=on_void,
             learn=self._lesson(worker, load.prefill_tokens + max(uncached_tokens, 1)) if exact else None,
         )
 

@@ -145,6 +145,8 @@ class Exchange:
                 return await self._refused(choice, last, kept)
             with choice.booking:
                 outcome = await self._attempt(choice)
+                if isinstance(outcome, Failure) and outcome.kind != "timeout":  # a slow prefill may have filled a cache
+                    choice.booking.void()
             if not isinstance(outcome, Failure):
                 return outcome
             last, kept = outcome, outcome.kept or kept
@@ -269,8 +271,11 @@ class Exchange:
         if chunk is None:
             response.send_head()
             chunk = await self._first_chunk(reply, response)
-        if chunk:
+        if reply.status >= 400:
+            choice.booking.void()
+        elif chunk:
             choice.booking.first_token(streamed=self._event_stream)
+        if chunk:
             record.first_byte()
         sniffs = self._asked.endpoint == "/v1/responses" and reply.status == 200
         while chunk:

@@ -86,6 +86,7 @@ class FakeConductor:
         self.spread = spread
         self.prompt_tokens = prompt_tokens
         self.asked: list[RouteRequest] = []
+        self.voided: list[WorkerAddress] = []
         self.refuse_with: Refused | None = None
         self._turn = 0
 
@@ -114,7 +115,9 @@ class FakeConductor:
             url=pod.spec.url,
             name=pod.spec.name,
             data_parallel_rank=None,
-            booking=self.fleet.bookings.hold(worker, uncached_tokens=7, prompt_tokens=9),
+            booking=self.fleet.bookings.hold(
+                worker, uncached_tokens=7, prompt_tokens=9, on_void=lambda: self.voided.append(worker)
+            ),
             policy=prepared.request.policy or "prefix",
             reason="load",
             prompt_tokens=self.prompt_tokens,

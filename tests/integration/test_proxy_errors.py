@@ -311,6 +311,23 @@ async def test_first_token_is_booked_when_the_first_byte_comes() -> None:
         await eventually(lambda: (load.prefill_tokens, load.decode_context_tokens, load.inflight_requests) == (0, 0, 0))
 
 
+@pytest.mark.parametrize(
+    "script",
+    [answers(400), answers(422), answers(429), answers(500), answers(503), answers(500, body=SHUTTING_DOWN), resets],
+)
+async def test_what_a_pod_did_not_compute_is_not_expected_of_its_cache(script: Script) -> None:
+    async with world(script) as w:
+        assert (await w.chat()).status >= 400
+        await eventually(lambda: w.conductor.voided == [WorkerAddress(w.pod.url)])
+
+
+async def test_what_a_pod_computed_is_expected_of_its_cache() -> None:
+    async with world(answers(429), echo) as w:
+        assert (await w.chat()).status == 200
+        await eventually(lambda: w.inflight == 0)
+        assert w.conductor.voided == [WorkerAddress(w.pods[0].url)]
+
+
 async def test_a_pod_killed_between_two_calls_costs_no_failed_call() -> None:
     async with world(echo, echo) as w:
         assert (await w.chat()).status == 200

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from router.core.hashing import chain_keys, pack_tokens, root_key
-from router.core.types import Add, BlockKey, IndexUnavailable, Remove, WorkerAddress, WorkerId
+from router.core.types import Add, BlockKey, Clear, IndexUnavailable, Remove, WorkerAddress, WorkerId
 from router.fleet.fleet import Fleet
 from router.fleet.state import ModelEntry, PodSpec, Probed, Seen
 from router.index.local import LocalView
@@ -132,6 +132,34 @@ async def test_a_prediction_ends_a_second_after_the_first_token() -> None:
     later.booking.first_token()
     town.now_s += 1.5
     assert (await town.ask(list(range(320)))).matched_tokens == 0
+
+
+async def test_a_removal_while_the_request_runs_is_not_undone_by_its_first_token() -> None:
+    town = Town(pods=1)
+    worker = WorkerId(WorkerAddress("p0"), "life of p0")
+    await town.holds("p0", range(320))
+    choice = await town.ask(list(range(320)))
+    await town.index.apply(worker, [Clear()])
+    choice.booking.first_token()
+    assert (await town.ask(list(range(320)))).matched_tokens == 0
+
+
+async def test_what_a_pod_refused_is_not_predicted_there() -> None:
+    town = Town(pods=1)
+    (await town.ask(list(range(160)))).booking.first_token()
+    refused = await town.ask(list(range(320)))
+    refused.booking.void()
+    refused.booking.release()
+    assert (await town.ask(list(range(320)))).matched_tokens == 160, "only what another request brought there"
+
+
+async def test_a_refusal_leaves_what_a_sibling_sent_since() -> None:
+    town = Town(pods=1)
+    refused = await town.ask(list(range(320)))
+    town.now_s += 0.1
+    await town.ask(list(range(320)))
+    refused.booking.void()
+    assert (await town.ask(list(range(320)))).matched_tokens == 304
 
 
 async def test_requests_that_read_no_cache_match_nothing() -> None:
