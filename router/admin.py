@@ -123,7 +123,7 @@ class AdminPages:
         except ValueError as exc:
             return _error(400, str(exc))
         if asked.policy is not None and not self._conductor.has_policy(asked.policy):
-            return _error(400, "x-warmroute-policy names no policy of this router.")
+            return _error(400, "x-warmroute-policy names no policy; docs/policies.md lists them.")
         return _json(await self._conductor.explain(asked))
 
 

@@ -242,6 +242,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--wait", type=float, default=10.0, help="seconds to wait for events (10)")
     parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     args = parser.parse_args(argv)
+    if not args.url.startswith(("http://", "https://")):
+        parser.error(f"--url {args.url} must be http://HOST:PORT")
+    if args.events is not None and not args.events.startswith("tcp://"):
+        parser.error(f"--events {args.events} must be tcp://HOST:PORT")
     facts = asyncio.run(
         examine(
             args.url.rstrip("/"),

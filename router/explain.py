@@ -13,30 +13,42 @@ from typing import Any
 
 import aiohttp
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 TIMEOUT_S = 30.0
+FIGURES_WIDTH = 90  # columns beside the pod's name, which is never cut: a narrow terminal breaks lines instead
+_WHERE = "give the router's admin port as --url http://HOST:PORT"
+_HEADS = ("matched", "to do", "queue s", "own s", "regret s", "KV s", "company", "price")
 
 
 def run(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="warmroute explain", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="warmroute explain", description="what a running router would do with a request, and why"
+    )
     parser.add_argument("body", help="file with the request's JSON body; - for standard input")
     parser.add_argument("--url", default="http://127.0.0.1:9090", help="the router's admin URL (default: %(default)s)")
     parser.add_argument("--endpoint", default="/v1/chat/completions", help="path it would be sent to")
     parser.add_argument("--api-key", default=None, help="if the router asks for one")
     args = parser.parse_args(argv)
-    raw = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
+    try:
+        raw = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
+    except OSError as exc:
+        sys.stderr.write(f"warmroute explain: {args.body} cannot be read: {exc.strerror}\n")
+        return 2
     headers = {"Content-Type": "application/json", "x-warmroute-endpoint": args.endpoint}
     if args.api_key:
         headers["Authorization"] = f"Bearer {args.api_key}"
     try:
         status, answer = asyncio.run(_ask(args.url.rstrip("/") + "/debug/route", raw, headers))
-    except (aiohttp.ClientError, OSError, TimeoutError) as exc:
-        sys.stderr.write(f"warmroute explain: no answer from {args.url}: {type(exc).__name__}; is it the admin port?\n")
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as exc:
+        sys.stderr.write(f"warmroute explain: no answer from {args.url}: {type(exc).__name__}; {_WHERE}\n")
         return 1
     if status != 200 or "workers" not in answer:
-        sys.stderr.write(f"warmroute explain: the router answered {status}: {answer}\n")
+        error = answer.get("error") if isinstance(answer, dict) else None
+        says = error.get("message") if isinstance(error, dict) else answer
+        sys.stderr.write(f"warmroute explain: the router answered {status}: {says}\n")
         return 1
     show(answer)
     return 0
@@ -50,16 +62,21 @@ async def _ask(url: str, raw: bytes, headers: dict[str, str]) -> tuple[int, Any]
 
 def show(answer: dict[str, Any]) -> None:
     """Print one decision: a line a worker, cheapest first."""
-    console = Console()
-    console.print(
-        f"model {answer['model']}  policy {answer['policy']}  prompt {answer['prompt_tokens']} tokens  "
-        f"crowd {answer['crowd_requests']}  ->  {answer['chosen_pod']} ({answer['choice'].get('reason')})"
-    )
-    table = Table("pod", "matched", "uncached", "queue s", "own s", "regret s", "KV s", "x company", "= price")
+    longest_name = max((len(row["pod"]) for row in answer["workers"]), default=0)
+    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, longest_name + FIGURES_WIDTH))
+    choice = answer["choice"].get("reason")
+    goes = f"to {answer['chosen_pod']} ({choice})" if answer["chosen_pod"] else f"refused ({choice})"
+    console.print(f"model {answer['model']}, policy {answer['policy']}: {goes}", markup=False)
+    if not answer["workers"]:
+        console.print("no pod that is known serves this model; /ready and /debug/pods say which pods there are and why")
+        return
+    console.print(f"prompt: {_prompt(answer)}; {answer['crowd_requests']} in flight share it", markup=False)
+    table = Table("pod", *(Column(head, justify="right") for head in _HEADS), box=None, pad_edge=False)
     for row in sorted(answer["workers"], key=lambda r: float(r["terms"]["price"])):
         t = row["terms"]
+        rank = f" rank {row['rank']}" if row["rank"] else ""
         table.add_row(
-            row["pod"],
+            Text(row["pod"].removeprefix("http://") + rank, no_wrap=True),
             str(row["matched_tokens"]),
             str(row["uncached_tokens"]),
             *(f"{t[k]:.3f}" for k in ("queue_s", "own_s", "regret_s", "kv_s")),
@@ -67,3 +84,14 @@ def show(answer: dict[str, Any]) -> None:
             f"{t['price']:.3f}",
         )
     console.print(table)
+    console.print(
+        "price of the policy prefix = (queue + own + regret + KV) x company; the least wins (docs/policies.md)"
+    )
+
+
+def _prompt(answer: dict[str, Any]) -> str:
+    tokens = answer.get("tokens") or {}
+    if tokens.get("exact", True):
+        return f"{answer['prompt_tokens']} tokens"
+    detail = f": {tokens['detail']}" if tokens.get("detail") else ""
+    return f"tokens not known ({tokens.get('reason')}{detail})"

@@ -146,7 +146,7 @@ def _plain_message(message: object) -> dict[str, Any]:
         out["role"] = "system"
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(_part_text(p) for p in content)
+        content = "\n".join(text for p in content if (text := _part_text(p)))  # as vLLM: an empty part is no line
     elif content is not None and not isinstance(content, str):
         raise BadMessages("message content must be a string, a list of parts or null")
     out["content"] = content or ""

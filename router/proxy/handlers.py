@@ -202,7 +202,10 @@ class Proxy:
         name = given.decode("latin-1")
         if not self._parts.conductor.has_policy(name):
             raise HttpError(
-                400, "x-warmroute-policy names no policy of this router.", code="unknown_policy", close=True
+                400,
+                "x-warmroute-policy names no policy; docs/policies.md lists them.",
+                code="unknown_policy",
+                close=True,
             )
         return name
 

@@ -50,6 +50,8 @@ def _folder(source: str, *, offline: bool) -> Path:
     """The local folder of a model: itself, or a snapshot of its non-weight files from hub cache or hub."""
     if os.path.isdir(source):
         return Path(source)
+    if source.startswith(("/", ".", "~")):
+        raise FileNotFoundError(f"there is no folder {source}")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.txt", "*.tiktoken", "*.py"]
