@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: bench-proxy chaos docs help demo test check lint types layers format test-slow test-vllm test-helm clean
+.PHONY: bench-index bench-pick bench-proxy bench-tokenize chaos docs help demo test check lint types layers format test-slow test-vllm test-helm clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -68,6 +68,15 @@ $(VLLM_VENV)/.installed:
 
 test-vllm: $(VENV)/.dev $(VLLM_VENV)/.installed  ## real vLLM on the CPU: predicted against delivered cached tokens
 	$(BIN)/python -m pytest -m vllm tests/vllm -s
+
+bench-index: $(VENV)/.dev  ## lookups, ingest and bytes a block in both stores
+	$(BIN)/python -m loadtest.bench.index
+
+bench-pick: $(VENV)/.dev  ## CPU of choosing among 8, 100 and 1,000 workers
+	$(BIN)/python -m loadtest.bench.pick
+
+bench-tokenize: $(VENV)/.dev  ## what a chat costs before its keys are known, by part
+	$(BIN)/python -m tests.bench_tokenize
 
 bench-proxy: $(VENV)/.dev  ## what the proxy costs: CPU a request, added time to first byte
 	$(BIN)/python -m loadtest.bench.proxy
