@@ -18,7 +18,6 @@ from router.fleet.bookings import Booking, Bookings
 from router.fleet.rates import PrefillRates
 from router.policy.pick import Candidate
 
-WORKING_SET_WINDOW_S = 180.0
 PREDICTION_TTL_S = 30.0  # as router.route: a prediction lives until first token, at most this long
 
 
@@ -111,8 +110,8 @@ class RouterView:
 
     def __init__(self, index: ReportedIndex, *, predict: bool = True, prior_tokens_per_s: float = 20_000.0) -> None:
         self.index = index
-        self.rates = PrefillRates(prior_tokens_per_s)
-        self.bookings = Bookings()
+        self.now_s = 0.0
+        self.bookings = Bookings(rates=PrefillRates(prior_tokens_per_s), clock=lambda: self.now_s)
         self.scrapes: dict[int, Scrape] = {}
         self.others: list[Shared] = []
         self.exchanging = False
@@ -121,12 +120,11 @@ class RouterView:
         self._counts: dict[tuple[int, int], int] = {}
         self._ending: deque[tuple[float, Prediction]] = deque()
         self._expiring: deque[tuple[float, Prediction]] = deque()
-        self._last_routed: dict[int, dict[int, float]] = {}
-        self._routed: dict[int, deque[tuple[float, Sequence[int]]]] = {}
         index.removed_hooks.append(self)
 
     def matched_blocks(self, hashes: Sequence[int], live: int, now_s: float) -> dict[int, int]:
         """Depth per pod: reported or predicted, whichever reaches further."""
+        self.now_s = now_s
         self.index.catch_up(now_s)
         while self._ending and self._ending[0][0] <= now_s:
             self._end(self._ending.popleft()[1])
@@ -154,10 +152,6 @@ class RouterView:
                 counts[key] = counts.get(key, 0) + 1
                 predicted[h] = predicted.get(h, 0) | bit
             self._expiring.append((now_s + PREDICTION_TTL_S, note))
-        last = self._last_routed.setdefault(pod, {})
-        for h in hashes:
-            last[h] = now_s
-        self._routed.setdefault(pod, deque()).append((now_s, hashes))
         return note
 
     def settle(self, note: Prediction, over_s: float) -> None:
@@ -186,20 +180,7 @@ class RouterView:
             else:
                 self._predicted.pop(h, None)
 
-    def working_set_blocks(self, pod: int, now_s: float) -> int:
-        """Distinct blocks routed there within the window."""
-        routed = self._routed.get(pod)
-        if routed is None:
-            return 0
-        last = self._last_routed[pod]
-        while routed and routed[0][0] <= now_s - WORKING_SET_WINDOW_S:
-            at, hashes = routed.popleft()
-            for h in hashes:
-                if last.get(h, now_s) <= at:
-                    del last[h]
-        return len(last)
-
-    def candidate(self, pod: int, worker: WorkerAddress, matched_tokens: int, rate: float, now_s: float) -> Candidate:
+    def candidate(self, pod: int, worker: WorkerAddress, matched_tokens: int, rate: float) -> Candidate:
         """The pod as the policy may see it."""
         own = self.bookings.of(worker)
         prefill, requests = own.prefill_tokens, own.inflight_requests
@@ -223,7 +204,7 @@ class RouterView:
             waiting_requests=scrape.waiting_requests if scrape is not None else 0,
             kv_held_ratio=held,
             prefill_tokens_per_s=rate,
-            working_set_blocks=self.working_set_blocks(pod, now_s),
+            placed_tokens=self.bookings.placed_tokens(worker),
         )
 
     def crowd(self, key: int | None) -> int:
@@ -246,6 +227,7 @@ class RouterView:
             uncached_tokens=uncached_tokens,
             prompt_tokens=prompt_tokens,
             crowd_key=None if key is None else crowd_key(key),
+            exact=True,
         )
 
 

@@ -104,7 +104,6 @@ class _Flight(msgspec.Struct, gc=False):
     hashes: Sequence[int]
     router: int = 0
     booking: Booking | None = None
-    ahead_tokens: int = 0  # booked before it on its pod, and its own
     prediction: Prediction | None = None
 
 
@@ -266,8 +265,8 @@ class Simulation:
         self.outcome.decisions[decision.reason] += 1
         pod = self._index_of[decision.worker]
         blocks = found.get(pod, 0)
-        chosen = next(c for c in candidates if c.worker == decision.worker)
-        flight.ahead_tokens = chosen.booked_prefill_tokens + max(sample.prompt_tokens - blocks * size, 1)
+        if decision.reason == "placement":
+            view.bookings.place(decision.worker, sample.prompt_tokens)
         flight.booking = view.book(
             decision.worker,
             uncached_tokens=max(sample.prompt_tokens - blocks * size, 0),
@@ -279,7 +278,7 @@ class Simulation:
         self._submit(flight, request.sequence)
 
     def _candidates(self, view: RouterView, found: dict[int, int], live: int) -> list[Candidate]:
-        setup, now_s = self.setup, self.now_s
+        setup = self.setup
         size = setup.profile.block_size_tokens
         chosen: Sequence[int] = range(len(self._pods))
         if setup.shortlist is not None:
@@ -290,10 +289,11 @@ class Simulation:
                 continue
             rate = setup.rate_tokens_per_s
             if setup.learn_rates:
-                rate = view.rates.tokens_per_s(self._workers[i])
+                assert view.bookings.rates is not None
+                rate = view.bookings.rates.tokens_per_s(self._workers[i])
             if rate <= 0:  # the truth
                 rate = setup.profile.prefill_tokens_per_s / self._pods[i].engine.slowdown
-            c = view.candidate(i, self._workers[i], found.get(i, 0) * size, rate, now_s)
+            c = view.candidate(i, self._workers[i], found.get(i, 0) * size, rate)
             if setup.knowledge == "oracle":
                 engine = self._pods[i].engine
                 g = engine.gauges()
@@ -404,9 +404,9 @@ class Simulation:
         sample.first_s, sample.cached_tokens = self.now_s, cached_tokens
         assert flight.booking is not None
         assert flight.prediction is not None
-        flight.booking.first_token()
         view = self._views[flight.router]
-        view.rates.observe(self._workers[sample.pod], flight.ahead_tokens, self.now_s - sample.sent_s)
+        view.now_s = self.now_s
+        flight.booking.first_token()
         view.settle(flight.prediction, self.now_s + self.setup.settle_s)
 
     # -- the world around -----------------------------------------------------------------------------------------

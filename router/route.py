@@ -218,6 +218,8 @@ class Conductor:
             return decision
         view = by_worker[decision.worker]
         booking = self._book(prepared, view, crowd_key)
+        if decision.reason == "placement":
+            self.bookings.place(decision.worker, prepared.work_tokens)
         self._metrics.decisions.labels(policy=name, reason=decision.reason).inc()
         if prepared.prompt_tokens is not None:
             self._metrics.prompt_tokens.labels(policy=name).inc(prepared.prompt_tokens)
@@ -281,7 +283,7 @@ class Conductor:
             inflight_requests=facts.inflight_requests,
             kv_held_ratio=facts.kv_held_ratio,
             prefill_tokens_per_s=self._rates.tokens_per_s(worker),
-            working_set_blocks=self._local.working_set_blocks(worker),
+            placed_tokens=self.bookings.placed_tokens(worker),
             max_model_len_tokens=entry.max_model_len_tokens if prepared.prompt_tokens is not None else None,
         )
         return _View(pod=entry.pod, candidate=candidate, chain=chain, gpu_tokens=gpu, indexed_tokens=indexed)
@@ -348,7 +350,7 @@ class Conductor:
             "booked_prefill_tokens": c.booked_prefill_tokens,
             "inflight_requests": c.inflight_requests,
             "kv_held_ratio": c.kv_held_ratio,
-            "working_set_blocks": c.working_set_blocks,
+            "placed_tokens": c.placed_tokens,
             "terms": {**msgspec.structs.asdict(terms), "price": terms.price},
         }
 

@@ -8,24 +8,30 @@ handed in. May import: the standard library, router.core, router.fleet.rates.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from router.core.types import BlockKey, Clock, WorkerAddress
 from router.fleet.rates import PrefillRates
 
+PLACED_WINDOW_S = 180.0
+
 
 class WorkerLoad:
     """The counts of one life of one worker."""
 
-    __slots__ = ("decode_context_tokens", "inflight_requests", "prefill_tokens", "requests_total")
+    __slots__ = (
+        "decode_context_tokens", "inflight_requests", "placed", "placed_tokens", "prefill_tokens", "requests_total",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.prefill_tokens = 0  # uncached prompt tokens sent and not yet at first token
         self.inflight_requests = 0
         self.decode_context_tokens = 0  # prompt tokens of requests that are past their first token
         self.requests_total = 0
+        self.placed: deque[tuple[float, int]] = deque()  # when, and the prompt's tokens
+        self.placed_tokens = 0  # their sum
 
 
 class Booking:
@@ -115,6 +121,7 @@ class Bookings:
         self._clock = clock
         self._loads: dict[WorkerAddress, WorkerLoad] = {}
         self._crowd: Counter[BlockKey] = Counter()
+        self.usual_prompt_tokens = 0.0  # a moving mean over about the last twenty requests
 
     def of(self, worker: WorkerAddress) -> WorkerLoad:
         """The counts of the worker's present life."""
@@ -140,6 +147,7 @@ class Bookings:
         `exact`: the tokens are counted, not guessed, so the time to the first one may be learnt from.
         """
         load = self.of(worker)
+        self.usual_prompt_tokens += (prompt_tokens - self.usual_prompt_tokens) * (0.05 if self.usual_prompt_tokens else 1)
         return Booking(
             load,
             uncached_tokens=uncached_tokens,
@@ -171,6 +179,21 @@ class Bookings:
     def crowds(self) -> Mapping[BlockKey, int]:
         """All crowds in flight, for telling other routers. A view, not a copy."""
         return self._crowd
+
+    def place(self, worker: WorkerAddress, prompt_tokens: int) -> None:
+        """A prompt that nobody held goes there: its cache will be this much fuller."""
+        load = self.of(worker)
+        load.placed.append((self._clock(), prompt_tokens))
+        load.placed_tokens += prompt_tokens
+
+    def placed_tokens(self, worker: WorkerAddress) -> int:
+        """Tokens of such prompts within PLACED_WINDOW_S."""
+        load = self.of(worker)
+        if load.placed:
+            oldest_s = self._clock() - PLACED_WINDOW_S
+            while load.placed and load.placed[0][0] < oldest_s:
+                load.placed_tokens -= load.placed.popleft()[1]
+        return load.placed_tokens
 
     def retire(self, worker: WorkerAddress) -> None:
         """This life of the worker is over; bookings still open are released on its old counts."""

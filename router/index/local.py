@@ -11,8 +11,6 @@ from itertools import islice, repeat
 
 from router.core.types import BlockKey, Clock, WorkerAddress
 
-_SAMPLE_MAX = 2048
-
 
 class LocalView:
     """Chains of keys per worker, each with an end. Bounded by `max_blocks` over all workers."""
@@ -22,13 +20,11 @@ class LocalView:
         *,
         ttl_s: float = 10.0,
         max_blocks: int = 400_000,
-        window_s: float = 180.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._ttl_s, self._max_blocks, self._window_s, self._clock = ttl_s, max_blocks, window_s, clock
+        self._ttl_s, self._max_blocks, self._clock = ttl_s, max_blocks, clock
         self._ends: dict[WorkerAddress, dict[BlockKey, float]] = {}  # key -> when it stops counting
         self._prune_at: dict[WorkerAddress, int] = {}
-        self._sets: dict[WorkerAddress, _WorkingSet] = {}
 
     def note(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float | None = None) -> float:
         """This chain, from its block 0, was just sent there. The last word counts: a shorter ttl shortens.
@@ -38,7 +34,6 @@ class LocalView:
         now_s = self._clock()
         end_s = now_s + (self._ttl_s if ttl_s is None else ttl_s)
         self._until(address, keys, end_s, now_s)
-        self._sets.setdefault(address, _WorkingSet(self._window_s)).add(keys, now_s)
         return end_s
 
     def settle(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float, revive: bool = False) -> None:
@@ -81,7 +76,6 @@ class LocalView:
         if keys is None:
             self._ends.pop(address, None)
             self._prune_at.pop(address, None)
-            self._sets.pop(address, None)
             return
         ends = self._ends.get(address)
         if ends:
@@ -95,11 +89,6 @@ class LocalView:
     def cleared(self, address: WorkerAddress) -> None:
         """See RemovalListener."""
         self.forget(address)
-
-    def working_set_blocks(self, address: WorkerAddress) -> int:
-        """Distinct blocks noted there within the window; exact up to 2048, then within a few percent."""
-        sample = self._sets.get(address)
-        return sample.estimate(self._clock()) if sample else 0
 
     @property
     def blocks(self) -> int:
@@ -126,38 +115,3 @@ def _depth(ends: dict[BlockKey, float], keys: Sequence[BlockKey], now_s: float) 
     if min(found) > now_s:
         return len(found)
     return next(i for i, end in enumerate(found) if end <= now_s)
-
-
-class _WorkingSet:
-    """Distinct keys within a window. Keys are uniform, so those below a threshold are a fair sample of all."""
-
-    __slots__ = ("_purged_at_s", "_seen", "_share_log2", "_threshold", "_window_s")
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._purged_at_s = float("-inf")
-        self._seen: dict[BlockKey, float] = {}  # when each was last noted
-        self._share_log2 = 0
-        self._threshold = b""  # b"": every key is in the sample
-
-    def add(self, keys: Sequence[BlockKey], now_s: float) -> None:
-        threshold = self._threshold
-        self._seen.update(dict.fromkeys([k for k in keys if k < threshold] if threshold else keys, now_s))
-        if len(self._seen) > _SAMPLE_MAX:
-            self._purge(now_s)
-            while len(self._seen) > _SAMPLE_MAX:
-                self._share_log2 += 1
-                self._threshold = (1 << (64 - self._share_log2)).to_bytes(8, "big")
-                self._seen = {k: at for k, at in self._seen.items() if k < self._threshold}
-
-    def estimate(self, now_s: float) -> int:
-        if now_s - self._purged_at_s > self._window_s / 64:
-            self._purge(now_s)
-        return len(self._seen) << self._share_log2
-
-    def _purge(self, now_s: float) -> None:
-        self._purged_at_s, oldest = now_s, now_s - self._window_s
-        self._seen = {k: at for k, at in self._seen.items() if at >= oldest}
-        if self._share_log2 and len(self._seen) < 64:  # quiet again: sample more of what comes
-            self._share_log2 -= 1
-            self._threshold = (1 << (64 - self._share_log2)).to_bytes(8, "big") if self._share_log2 else b""

@@ -154,7 +154,7 @@ def cache_aware(candidates: Sequence[Candidate], request: RoutingRequest, costs:
         return least_cost(able, request, rng, "load", lambda c: (c.inflight_requests,))
     if max(c.matched_tokens for c in able) > CACHE_AWARE_MATCH_RATIO * request.prompt_tokens:
         return least_cost(able, request, rng, "match", lambda c: (-c.matched_tokens,))
-    return least_cost(able, request, rng, "placement", lambda c: (c.working_set_blocks,))
+    return least_cost(able, request, rng, "placement", lambda c: (c.placed_tokens,))
 
 
 def consistent_hash(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:

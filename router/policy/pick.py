@@ -22,7 +22,7 @@ class Candidate(msgspec.Struct, frozen=True):
     waiting_requests: int = 0  # of them, not yet admitted by the engine, as last scraped; only published rules read it
     kv_held_ratio: float = 0.0  # share of the worker's KV cache held by running requests, 0..1
     prefill_tokens_per_s: float = 20_000.0  # R, learnt or configured
-    working_set_blocks: int = 0  # distinct blocks routed there lately
+    placed_tokens: int = 0  # of prompts that nobody held, sent there lately
     ready: bool = True
     max_model_len_tokens: int | None = None
 
@@ -44,7 +44,7 @@ class Costs(msgspec.Struct, frozen=True):
     crowd_half_requests: float = 2.0  # c0
     n0_requests: float = 4.0
     w_kv_s: float = 0.3
-    placement_miss_ratio: float = 0.95  # above this share missing everywhere, place by working set
+    placement_miss_ratio: float = 0.95  # above this share missing everywhere, place where least was placed
     placement_slack_ratio: float = 1.5
 
 
@@ -109,7 +109,7 @@ def price(c: Candidate, m_min: int, request: RoutingRequest, costs: Costs) -> Te
 
 
 def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
-    """The default, `prefix`: least J; a prefix nobody holds goes to the smallest working set near the least J."""
+    """The default, `prefix`: least J; a prompt nobody holds goes where least was placed lately, near the least J."""
     able = fit(candidates, request)
     if not able:
         return refuse(candidates)
@@ -118,7 +118,7 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
     least = min(p for p, _ in priced)
     reason = "prefix" if m_min < request.prompt_tokens else "load"
     if request.prompt_tokens and m_min > costs.placement_miss_ratio * request.prompt_tokens:
-        near = [(float(c.working_set_blocks), p, c) for p, c in priced if p <= least * costs.placement_slack_ratio]
+        near = [(c.placed_tokens, p, c) for p, c in priced if p <= least * costs.placement_slack_ratio]
         smallest = min(near, key=lambda t: (t[0], t[1]))
         best = [c for w, p, c in near if w == smallest[0] and p == smallest[1]]
         reason = "placement"

@@ -80,6 +80,7 @@ class RealView(RouterView):
         index.memory.listen(self.local)
 
     def matched_blocks(self, hashes: Sequence[int], live: int, now_s: float) -> dict[int, int]:
+        self.now_s = now_s
         self.index.catch_up(now_s)
         keys = [self.keys[h] for h in hashes]
         found = {w: held.gpu for w, held in self.real.memory.holders_now(keys).items()}
@@ -97,9 +98,6 @@ class RealView(RouterView):
             note.over = True
             keys = [self.keys[h] for h in note.hashes]
             self.local.note(self.real.lives[note.pod].address, keys, ttl_s=self.world.setup.settle_s)
-
-    def working_set_blocks(self, pod: int, now_s: float) -> int:
-        return self.local.working_set_blocks(self.real.lives[pod].address)
 
 
 class RealSimulation(Simulation):

@@ -62,7 +62,6 @@ def test_a_removed_block_ends_the_match_before_it() -> None:
     assert view.holders(keys) == {A: 33}
     view.cleared(A)
     assert view.holders(keys) == {}
-    assert view.working_set_blocks(A) == 0
     view.forget(B, keys)
 
 
@@ -91,39 +90,3 @@ def test_ended_entries_are_pruned() -> None:
         view.note(A, chain(200, tag))
         clock.now_s += 1
     assert view.blocks < 20_000
-
-
-def test_a_small_working_set_is_exact_and_a_window_wide() -> None:
-    clock = Clock()
-    view = LocalView(window_s=180, clock=clock)
-    for tag in range(10):
-        view.note(A, chain(100, tag))
-        view.note(A, chain(100, tag))
-        clock.now_s += 10
-    assert view.working_set_blocks(A) == 1000
-    assert view.working_set_blocks(B) == 0
-    clock.now_s += 130  # 100 s of noting + 130: the first five are older than 180 s
-    assert view.working_set_blocks(A) == 500
-    view.note(A, chain(100, 5))
-    clock.now_s += 1000
-    assert view.working_set_blocks(A) == 0
-
-
-def test_a_large_working_set_is_estimated_within_a_few_percent() -> None:
-    view = LocalView(ttl_s=1, clock=Clock())
-    for tag in range(300):
-        view.note(A, chain(400, tag))
-        view.note(A, chain(400, tag // 2))
-    assert view.working_set_blocks(A) == pytest.approx(120_000, rel=0.1)
-
-
-def test_a_working_set_that_shrank_is_measured_finely_again() -> None:
-    clock = Clock()
-    view = LocalView(ttl_s=1, window_s=180, clock=clock)
-    for tag in range(100):
-        view.note(A, chain(400, tag))
-    for step in range(40):
-        clock.now_s += 181
-        view.working_set_blocks(A)
-        view.note(A, chain(50, 1000 + step))
-    assert view.working_set_blocks(A) == pytest.approx(50, rel=0.3)

@@ -99,7 +99,7 @@ B_COLD_IDLE = worker("B")
         ),
         pytest.param(
             "cache-aware",
-            [worker("A", matched_tokens=700, working_set_blocks=90), worker("B", working_set_blocks=10)],
+            [worker("A", matched_tokens=700, placed_tokens=9000), worker("B", placed_tokens=1000)],
             {"B"},
             id="cache-aware: a small match goes where least was sent",
         ),

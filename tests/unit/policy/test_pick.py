@@ -42,9 +42,9 @@ def warm_busy(requests: int) -> Candidate:
             [worker("A", booked_prefill_tokens=20_000), worker("B")], "B", id="booked prefill counts before any scrape"
         ),
         pytest.param(
-            [worker("A", working_set_blocks=900), worker("B", working_set_blocks=100)],
+            [worker("A", placed_tokens=90_000), worker("B", placed_tokens=10_000)],
             "B",
-            id="a prefix nobody holds goes where least is cached",
+            id="a prompt nobody holds goes where least was placed",
         ),
         pytest.param([worker("down", ready=False, matched_tokens=6900), COLD_IDLE], "cold-idle", id="ready ones only"),
         pytest.param(
