@@ -53,6 +53,8 @@ class Report(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         """For people."""
+        if self.source == "?":
+            return f"{self.worker}: not compared{self.note}"
         verdict = "equal" if not self.missing_blocks and not self.stale_blocks else "DIFFERS"
         return (
             f"{self.worker}: {verdict}; holds {self.held_blocks} blocks (by its {self.source}), index "
@@ -167,7 +169,7 @@ async def _safely(spec: SourceSpec, reader: RedisIndexReader, session: aiohttp.C
     try:
         return await compare(spec, reader, session, seed)
     except (ReplayFailed, IndexUnavailable) as exc:
-        return Report(str(spec.address), "?", 0, 0, 0, 0, f"; cannot be compared: {exc}")
+        return Report(str(spec.address), "?", 0, 0, 0, 0, f": {exc}")
 
 
 def show(reports: Sequence[Report]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from indexer.source import Connected, Dropped, Inbox, Item, Live, ReplayFailed, 
 from indexer.wire import Batch, WireError, decode
 from router.core.types import TIERS, Add, BlockKey, Clear, Clock, IndexOp, IndexUnavailable, WorkerId
 from router.index.port import IndexWriter, SlotLost, SnapshotStore
+
+log = logging.getLogger("warmroute.indexer")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -272,7 +275,7 @@ class Consumer:
     async def _write(self) -> None:
         with contextlib.suppress(TimeoutError):  # what an earlier indexer wrote serves meanwhile
             await asyncio.wait_for(self._caught_up.wait(), self._limits.catch_up_s)
-        backoff_s = 0.05
+        backoff_s, failing = 0.05, False
         while True:
             try:
                 if self._renew:
@@ -282,6 +285,12 @@ class Consumer:
             except IndexUnavailable as exc:
                 self.last_error = f"index: {exc.reason}"
                 self._observer.count("writes_failed")
+                if not failing:
+                    fields = {"worker": str(self.address), "error": exc.reason}
+                    log.warning(
+                        "the shared index cannot be written; events are kept until it can", extra={"fields": fields}
+                    )
+                failing = True
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, self._limits.write_backoff_max_s)
                 continue
@@ -290,7 +299,9 @@ class Consumer:
                 self._observer.count(f"slots_lost_{exc.reason}")
                 await asyncio.sleep(0.05 if exc.reason == "unregistered" else 1.0)
                 continue
-            backoff_s = 0.05
+            if failing:
+                log.info("the shared index is written again", extra={"fields": {"worker": str(self.address)}})
+            backoff_s, failing = 0.05, False
             if not self._renew and not self._pending:
                 await self._wake.wait()
             self._wake.clear()

@@ -55,6 +55,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: int
     held: Mapping[WorkerAddress, Held]
     exact: bool
+    index_away: bool = False  # it was asked and could not say
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,12 +176,15 @@ class Conductor:
         keys = chain_keys(root, tokens.packed, space.block_size_tokens)
         usable = len(keys) if tokens.partial else usable_blocks(tokens.count, space.block_size_tokens)
         held: Mapping[WorkerAddress, Held] = {}
+        away = False
         if keys and not request.skips_cache:
             try:
                 held = await self._index.holders(keys[:usable])
             except IndexUnavailable as exc:  # what we routed ourselves, then load: a slow answer beats none
                 self._metrics.index_fallbacks.labels(reason=exc.reason).inc()
-        return Chain(keys=keys, usable=usable, block_size_tokens=space.block_size_tokens, held=held, exact=True)
+                away = True
+        size = space.block_size_tokens
+        return Chain(keys=keys, usable=usable, block_size_tokens=size, held=held, exact=True, index_away=away)
 
     def _approximate(self, space: KeySpace, request: RouteRequest) -> Chain:
         """No ids: a chain over canonical bytes, known to the local view only."""
@@ -296,7 +300,9 @@ class Conductor:
             fresh = chain.keys[self._local.depth(worker, chain.keys) :]
             end_s = self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
             told = chain.exact and view.pod.events is not None
-            ttl_s = self._limits.confirm_grace_s if told else self._limits.local_ttl_no_events_s
+            # With the index away nobody can ask it what the events said; its reader clears this when it is back.
+            lasting = chain.index_away or not told
+            ttl_s = self._limits.local_ttl_no_events_s if lasting else self._limits.confirm_grace_s
 
             def settle() -> None:
                 self._local.settle(worker, chain.keys, ttl_s=ttl_s, revive=not told)

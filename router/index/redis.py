@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ from router.index.port import Held, RemovalListener, held_by_address
 from router.index.redis_writer import RedisIndexWriter
 from router.index.registry import EMPTY, Registry, parse_registry
 from router.ops import Metrics
+
+log = logging.getLogger("warmroute.index")
 
 __all__ = ["RedisIndexReader", "RedisIndexWriter"]
 
@@ -60,7 +63,8 @@ class RedisIndexReader:
         self._prefixes: dict[Tier, bytes] = {}
         self._near = NearCache(near_cache_s, clock)
         self._listeners: list[RemovalListener] = []
-        self._feed_up = self._feed_missed = False
+        self._feed_up, self._feed_missed = False, True  # what was remembered before the feed is up went unheard
+        self._said_up = True
         self._refreshed_s: float | None = None
         self._last_error: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -259,10 +263,19 @@ class RedisIndexReader:
             else:
                 if self._clock() - started_s <= self._deadline_s:
                     self._breaker.probed()
-            self._metrics.index_up.set(self._breaker.allows())
+            self._tell_whether_up(self._breaker.allows())
             self._metrics.near_cache_blocks.set(len(self._near))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), REFRESH_S)
+
+    def _tell_whether_up(self, up: bool) -> None:
+        self._metrics.index_up.set(up)
+        if self._said_up and not up:
+            says = "the shared index does not answer: requests go by what this router routed itself until it does"
+            log.warning(says, extra={"fields": {"error": self._last_error}})
+        elif up and not self._said_up:
+            log.info("the shared index answers again")
+        self._said_up = up
 
     # -- feed -------------------------------------------------------------------------------------------------
 
