@@ -62,3 +62,16 @@ def test_any_order_of_endings_comes_back_to_zero(seed: int) -> None:
         booking.release()
     assert bookings.inflight_requests == bookings.crowd(KEY) == 0
     assert all(bookings.of(w).prefill_tokens == bookings.of(w).decode_context_tokens == 0 for w in (A, B))
+
+
+def test_prompts_placed_on_a_worker_are_counted_for_three_minutes() -> None:
+    now_s = 0.0
+    bookings = Bookings(clock=lambda: now_s)
+    worker = WorkerAddress("placed")
+    for _ in range(5):
+        bookings.place(worker, 1000)
+        now_s += 60.0
+    assert bookings.placed_tokens(worker) == 3000, "those of 120, 180 and 240 s"
+    assert bookings.placed_tokens(WorkerAddress("other")) == 0
+    bookings.retire(worker)
+    assert bookings.placed_tokens(worker) == 0, "a new life has an empty cache"
