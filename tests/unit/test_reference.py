@@ -1,10 +1,12 @@
 """The reference pages say what the code says; every bound of the proxy is a setting."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
+from router.policy.baselines import POLICIES
 from router.proxy.limits import ProxyLimits
 from router.settings import ServeSettings
 
@@ -30,3 +32,12 @@ def test_every_bound_of_the_proxy_is_a_setting_with_the_same_default() -> None:
         if not hasattr(settings, name) or getattr(settings, name) != getattr(limits, name)
     ]
     assert wrong == []
+
+
+def test_every_policy_and_every_reason_is_explained() -> None:
+    page = (DOCS / "policies.md").read_text()
+    assert [name for name in POLICIES if f"`{name}`" not in page] == []
+    source = "".join((DOCS.parent / "router" / "policy" / f).read_text() for f in ("pick.py", "baselines.py"))
+    reasons = set(re.findall(r'(?:reason = |rng, |_chosen\(.*, )"([a-z_]+)"', source))
+    assert reasons >= {"prefix", "placement", "load", "random", "hash"}
+    assert [reason for reason in sorted(reasons) if f"`{reason}`" not in page] == []
