@@ -147,7 +147,9 @@ class Bookings:
         `exact`: the tokens are counted, not guessed, so the time to the first one may be learnt from.
         """
         load = self.of(worker)
-        self.usual_prompt_tokens += (prompt_tokens - self.usual_prompt_tokens) * (0.05 if self.usual_prompt_tokens else 1)
+        self.usual_prompt_tokens += (prompt_tokens - self.usual_prompt_tokens) * (
+            0.05 if self.usual_prompt_tokens else 1
+        )
         return Booking(
             load,
             uncached_tokens=uncached_tokens,

@@ -42,6 +42,7 @@ STARTING_INTERVAL_S = 0.5  # pods that may come up any moment
 MODELS_EVERY_PROBES = 5
 SLOW_PROBES_ALLOWED = 3  # an API server under load answers /health late: not yet a reason to drop the pod
 REFUSED_PROBES_UNTIL_GONE = 2
+FOREIGN_UNCACHED_RATIO = 0.5  # of a usual prompt: what a request of somebody else, waiting in a pod, will have computed
 MAX_MODELS_BYTES = 4 << 20
 MAX_METRICS_BYTES = 16 << 20
 
@@ -262,13 +263,14 @@ class Fleet:
         own = self.bookings.of(worker)
         life = self._lives.get(worker.pod)
         rank = self._fresh_rank(life, worker.rank)
-        foreign = 0
-        held = 0.0
-        if life is not None and rank is not None:
-            seen = (rank.running_requests or 0) + (rank.waiting_requests or 0)
-            foreign = max(seen - life.own_at_scrape.get(worker.rank, 0), 0)
-            held = rank.kv_held_ratio or 0.0
-        return WorkerFacts(own.inflight_requests + foreign, own.prefill_tokens, held)
+        if life is None or rank is None:
+            return WorkerFacts(own.inflight_requests, own.prefill_tokens, 0.0)
+        waiting = rank.waiting_requests or 0
+        foreign = max((rank.running_requests or 0) + waiting - life.own_at_scrape.get(worker.rank, 0), 0)
+        queued = min(foreign, waiting) * FOREIGN_UNCACHED_RATIO * self.bookings.usual_prompt_tokens
+        return WorkerFacts(
+            own.inflight_requests + foreign, own.prefill_tokens + round(queued), rank.kv_held_ratio or 0.0
+        )
 
     def _fresh_rank(self, life: _Life | None, rank: int) -> RankLoad | None:
         if life is None or life.sample is None:
@@ -438,6 +440,7 @@ class Fleet:
 
     async def _scrape(self, pod: Pod, life: _Life) -> None:
         assert self._session is not None
+        before = {w.rank: self.bookings.of(w).inflight_requests for w in pod.workers}
         async with (
             asyncio.timeout(self._times.scrape_timeout_s),
             self._session.get(pod.spec.url + "/metrics", allow_redirects=False) as reply,
@@ -452,7 +455,8 @@ class Fleet:
         if known.started_at_s and sample.started_at_s and sample.started_at_s != known.started_at_s:
             self._replaced(pod.spec.identity, life)
         life.sample = sample
-        life.own_at_scrape = {w.rank: self.bookings.of(w).inflight_requests for w in known.workers}
+        after = {w.rank: self.bookings.of(w).inflight_requests for w in known.workers}
+        life.own_at_scrape = {rank: max(own, before.get(rank, 0)) for rank, own in after.items()}
         self._apply(
             Probed(
                 identity=pod.spec.identity,

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from router.core.types import WorkerAddress
+from router.fleet.fleet import Fleet
 from router.fleet.load import is_stale, parse_metrics
+from router.fleet.state import PodSpec
 
 RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "default" / "metrics.txt"
 
@@ -42,3 +45,26 @@ def test_old_figures_are_unknown() -> None:
     sample = parse_metrics(b"", now_s=10.0)
     assert not is_stale(sample, now_s=19.0, stale_after_s=10.0)
     assert is_stale(sample, now_s=21.0, stale_after_s=10.0)
+
+
+def test_requests_of_others_that_wait_in_a_pod_are_work_ahead_there() -> None:
+    """H60: a pod on which others queue is busy, though this router itself has nothing there."""
+    fleet, worker = Fleet(clock=lambda: 0.0), WorkerAddress("p")
+    fleet.set_pods([PodSpec(identity="p", name="p", url="http://p:1")])
+    life = fleet._lives["p"]
+
+    def scraped(running: int, waiting: int, own: int) -> tuple[int, int]:
+        page = f'vllm:num_requests_running{{engine="0"}} {running}\nvllm:num_requests_waiting{{engine="0"}} {waiting}\n'
+        life.sample, life.own_at_scrape = parse_metrics(page.encode(), now_s=0.0), {0: own}
+        facts = fleet.facts(worker)
+        return facts.inflight_requests, facts.prefill_tokens
+
+    assert scraped(4, 4, own=0) == (8, 0), "before any request nobody knows how long prompts are"
+    with fleet.bookings.hold(worker, uncached_tokens=10, prompt_tokens=1000):
+        assert scraped(0, 1, own=1) == (1, 10), "the one that waits is ours, and booked"
+        assert scraped(3, 0, own=0) == (4, 10), "those that run are past their prefill"
+        work = [scraped(4, waiting, own=0)[1] for waiting in (0, 2, 8, 32)]
+        assert work[0] == 10
+        assert work == sorted(set(work)), "more waiting is more work"
+    life.sample = None
+    assert fleet.facts(worker).prefill_tokens == 0
