@@ -24,6 +24,8 @@ def normalise_url(url: str) -> str:
         raise ValueError(f"pod URL {url!r} must begin with http:// or https:// and name a host; for example {_EXAMPLE}")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(f"pod URL of host {parts.hostname} may not hold credentials, a query or a fragment")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(f"pod URL {url!r}: leave /v1 out; the router adds the path of each request")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     port = port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"

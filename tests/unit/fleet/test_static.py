@@ -36,6 +36,7 @@ def test_two_spellings_of_a_pod_are_one(url: str, normal: str) -> None:
         ("http://", "host"),
         ("http://h:99999", "cannot be read"),
         ("http://u:p@h:1", "credentials"),
+        ("http://h:1/v1/", "leave /v1 out"),
         ("http://h:1,event=tcp://h:2", "not understood"),
         ("http://h:1,events=tcp://*:2", "belongs"),
         ("http://h:1,events=h:2", "cannot be connected"),
