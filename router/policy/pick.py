@@ -43,7 +43,7 @@ class Costs(msgspec.Struct, frozen=True):
     beta_per_request: float = 0.3
     crowd_half_requests: float = 2.0  # c0
     n0_requests: float = 4.0
-    w_kv_s: float = 0.3
+    w_kv_prompts: float = 0.85  # a full cache weighs as much as computing so many of this prompt
     placement_miss_ratio: float = 0.95  # above this share missing everywhere, place where least was placed
     placement_slack_ratio: float = 1.5
 
@@ -103,7 +103,7 @@ def price(c: Candidate, m_min: int, request: RoutingRequest, costs: Costs) -> Te
         queue_s=c.booked_prefill_tokens / r,
         own_s=m / r,
         regret_s=a * (m - m_min) / r,
-        kv_s=costs.w_kv_s * c.kv_held_ratio,
+        kv_s=costs.w_kv_prompts * c.kv_held_ratio * request.prompt_tokens / r,
         company=n + costs.n0_requests,
     )
 
