@@ -232,6 +232,42 @@ async def bytes_a_block(writer: Any, server: Server | None, blocks: int, rng: Ra
     return f"{(after - before) / blocks:.0f} B"
 
 
+async def lookups_while_dropping(reader: Any, writer: Any, rng: Random) -> str:
+    """p99 of lookups before, and while a worker of 200,000 blocks is dropped and swept."""
+    chains = branching(100, 450, 1, rng)
+    stays, goes = (WorkerId(WorkerAddress(f"http://pod-{n}"), "life") for n in ("stays", "goes"))
+    for worker in (stays, goes):
+        await writer.register(worker)
+    for chain in chains:
+        await writer.apply(stays, [Add(tuple(chain))])
+    for _ in range(100):
+        await writer.apply(goes, [Add(tuple(BlockKey(rng.randbytes(8)) for _ in range(2000)))])
+    before = await timed(reader, chains, 400)
+
+    async def drop() -> None:
+        await writer.drop(goes.address)
+        while await writer.maintain():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)  # as the indexer's housekeeping does
+
+    dropping = asyncio.create_task(drop())
+    during: list[float] = []
+    while not dropping.done():
+        during += await timed(reader, chains, 50)
+    await dropping
+    return f"before: {spread_ms(before)}; during: {spread_ms(during)} ({len(during)} lookups)"
+
+
+async def timed(reader: Any, chains: Sequence[Sequence[BlockKey]], rounds: int) -> list[float]:
+    """Seconds of each lookup; others get a turn in between."""
+    took = []
+    for n in range(rounds):
+        started = time.perf_counter()
+        await reader.holders(chains[n * 7919 % len(chains)])
+        took.append(time.perf_counter() - started)
+        await asyncio.sleep(0)
+    return took
+
+
 def rss_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm") as statm:
@@ -340,6 +376,8 @@ async def measure(kind: str, server: Server | None, args: argparse.Namespace) ->
         say("ingest, 16-token blocks, full cache", await ingest(writer, payloads(args.batches, Random(1))))
     async with store(kind, server) as (_, writer):
         say("memory a block, 128 workers", await bytes_a_block(writer, server, args.memory_blocks, Random(2)))
+    async with store(kind, server) as (reader, writer):
+        say("lookups while a worker is dropped", await lookups_while_dropping(reader, writer, Random(3)))
     say("event to visible", await visible(kind, server, args.seconds, args.rate))
 
 
