@@ -290,7 +290,7 @@ class Ledger:
         return key
 
     def _removed(self, e: Removed) -> None:
-        if e.group is not None and self._group_known and self._group is not None and e.group != self._group:
+        if e.group is not None and self._group_known and e.group != (self._group or 0):
             return
         shift = _SHIFTS[tier_of(e.medium)]
         for name in e.hashes:
@@ -364,14 +364,14 @@ class Ledger:
                     self._claim(BlockKey(value.to_bytes(8, "big")), tier, counts >> _FAMILY_SHIFT)
 
     def _counts(self, group: int | None, kind: str | None) -> bool:
-        """Does this group make prefix length? Decided once per life: the first full-attention group that is seen."""
+        """Does this group make prefix length? Decided once per life: the first full-attention group that is named."""
         if kind not in _FULL_KINDS and kind not in _NO_KINDS:
             return False
-        if not self._group_known:
+        if not self._group_known or (self._group is None and group is not None):
             if kind in _NO_KINDS and group:
                 return False
             self._group, self._group_known = group, True
-        return group is None or self._group is None or group == self._group
+        return group is None or group == self._group
 
     def _family(self, lora_name: str | None, lora_id: int | None) -> int:
         known = self._families.get((lora_name, lora_id))

@@ -180,6 +180,16 @@ def test_without_kinds_group_0_counts() -> None:
     assert tell(book, removed(1, group=1)) == []
 
 
+def test_events_without_a_group_before_do_not_mix_the_groups_after() -> None:
+    """Connectors in the same engine name no group; a removal in another group still means nothing."""
+    book = ledger()
+    tell(book, stored(0, 2))
+    assert tell(book, removed(1, group=1)) == []
+    tell(book, stored(2, 4, group=0, kind="full_attention"), stored(2, 4, group=1, kind="sliding_window"))
+    assert tell(book, removed(0, 1, 2, 3, group=1)) == []
+    assert tell(book, removed(3, group=0)) == [Remove((keys(4)[3],))]
+
+
 def test_the_second_full_attention_group_is_kept_apart() -> None:
     book = ledger()
     for group in (3, 4):
