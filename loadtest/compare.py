@@ -80,7 +80,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def run_one(args: argparse.Namespace) -> int:
     """`warmroute loadtest run`."""
-    return _carry_out(args, [Arm(args.policy or "run", (args.url.rstrip("/"),), args.policy)])
+    return _carry_out(args, [Arm(args.policy or "run", (args.url,), args.policy)])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,11 +100,18 @@ def arms_from(url: str | None, policies: str, by_url: Sequence[str]) -> list[Arm
             name, equals, urls = text.partition("=")
             if not equals or not name or not urls.startswith("http"):
                 raise PlanError(f"--arm {text!r} should be NAME=URL[,URL...]")
-            arms.append(Arm(name, tuple(u.rstrip("/") for u in urls.split(","))))
+            arms.append(Arm(name, tuple(urls.split(","))))
         return arms
     if not url:
         raise PlanError("give the router's --url, or arms by URL with --arm NAME=URL")
-    return [Arm(p, (url.rstrip("/"),), p) for p in policies.split(",") if p]
+    return [Arm(p, (url,), p) for p in policies.split(",") if p]
+
+
+def base_url(url: str) -> str:
+    """Without the /v1 that clients are given. Raises PlanError."""
+    if not url.startswith(("http://", "https://")):
+        raise PlanError(f"URL {url!r} must be http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def wide_console() -> Console:
@@ -116,10 +123,12 @@ def wide_console() -> Console:
 def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
     console = wide_console()
     try:
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)  # an hour's run must not end on this
         plan = asyncio.run(_plan(args, arms))
         with Display(console, quiet=args.quiet) as display:
             done = asyncio.run(execute(plan, display.show))
-    except (PlanError, ScenarioError, ClientDied, FileNotFoundError) as exc:
+    except (PlanError, ScenarioError, ClientDied, OSError) as exc:
         return _refuse(exc)
     except KeyboardInterrupt:
         return 130
@@ -131,6 +140,7 @@ def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
 
 
 async def _plan(args: argparse.Namespace, arms: Sequence[Arm]) -> Plan:
+    arms = [msgspec.structs.replace(arm, urls=tuple(map(base_url, arm.urls))) for arm in arms]
     experiment = load_experiment(args.scenario, dict(map(_setting, args.set)))
     headers = dict(_header(h) for h in args.header)
     if args.api_key:

@@ -50,6 +50,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
 
+_OBEY = "start the router with --allow-policy-header, or compare URLs with --arm"
 Watch = Callable[[str, str, int, int, Live], None]
 """(arm, stage, number of the stage counted over all arms, how many, live counts)."""
 
@@ -76,6 +77,8 @@ async def execute(plan: Plan, watch: Watch) -> Run:
         runs=[],
     )
     async with Pods(plan.pods) as pods, Crowds(recipe) as crowds:
+        if silent := set(pods.urls) - set(await pods.counters()):
+            raise PlanError(f"--pod {min(silent)}: its /metrics cannot be read; give the pod's own http://HOST:PORT")
         run.emulated = _emulated(await pods.emulated(), recipe.speed) or run.emulated
         for repeat in range(plan.repeats):
             arms = plan.arms if repeat % 2 == 0 else list(reversed(plan.arms))  # a drift of the machine hits all alike
@@ -173,11 +176,19 @@ async def _check_arms(plan: Plan) -> bool:
                     raise PlanError(f"{url} answers {reply.status} to a request for model {plan.model!r}: {text[:300]}")
                 emulated = emulated or EMULATED_FINGERPRINT in text
                 if arm.policy and answered not in (None, arm.policy):
-                    raise PlanError(
-                        f"{url} routed by {answered!r} though asked for {arm.policy!r}; start the router with "
-                        "--allow-policy-header, or compare URLs with --arm"
-                    )
+                    raise PlanError(f"{url} routed by {answered!r} though asked for {arm.policy!r}; {_OBEY}")
+                if arm.policy and answered is None and await _takes_any_policy(http, url, body):
+                    raise PlanError(f"{url} takes no notice of x-warmroute-policy; {_OBEY}")
     return emulated
+
+
+async def _takes_any_policy(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> bool:
+    """Whether a policy that nobody has is served too: then policies are not looked at, and all arms are the same."""
+    try:
+        async with http.post(url + "/v1/completions", json=body, headers={"x-warmroute-policy": "no-such"}) as reply:
+            return reply.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False  # it answered a moment ago: the load will show
 
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
@@ -189,7 +200,9 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
         ):
             data = (await reply.json())["data"]
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as exc:
-        raise PlanError(f"{url}/v1/models cannot be read ({type(exc).__name__}); is the router up?") from exc
+        raise PlanError(
+            f"{url}/v1/models cannot be read ({type(exc).__name__}); is this the URL of a router or pod, and is it up?"
+        ) from exc
     if not data:
         raise PlanError(f"{url}/v1/models lists no model yet; wait for a pod, or give --model")
     return str(data[0]["id"])

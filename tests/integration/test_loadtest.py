@@ -14,6 +14,7 @@ from aiohttp import web
 
 from loadtest import report_html
 from loadtest.__main__ import main
+from loadtest.compare import base_url
 from loadtest.crowd import Crowd, Target
 from loadtest.crowds import Recipe
 from loadtest.experiment import Client, Experiment
@@ -191,6 +192,24 @@ async def test_a_router_that_ignores_the_policy_header_is_refused_before_the_loa
             await measure(plan_of([Arm("random", (url,), "random")]))
     finally:
         await runner.cleanup()
+
+
+async def test_a_pod_is_no_router_that_takes_policies() -> None:
+    async with fleet(1) as urls:
+        with pytest.raises(PlanError, match="takes no notice of x-warmroute-policy"):
+            await measure(plan_of([Arm("random", (urls[0],), "random")]))
+
+
+async def test_a_pod_without_counters_is_refused_before_the_load() -> None:
+    async with fleet(1) as urls:
+        with pytest.raises(PlanError, match=r"--pod http://127.0.0.1:9: its /metrics cannot be read"):
+            await measure(plan_of([Arm("one", (urls[0],))], pods=["http://127.0.0.1:9"]))
+
+
+def test_urls_are_taken_with_and_without_v1() -> None:
+    assert base_url("http://h:1/v1/") == base_url("http://h:1") == "http://h:1"
+    with pytest.raises(PlanError, match="must be http"):
+        base_url("h:1")
 
 
 async def test_nobody_there_is_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
