@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -318,8 +319,8 @@ def read(model: type[_Settings], flags: dict[str, Any]) -> _Settings:
             says = error["msg"].removeprefix("Value error, ")
             lines.append(f"{flag} (or WARMROUTE_{name.upper()}): {says}, got {_short(error.get('input'))}")
         raise SettingsError("\n".join(lines)) from exc
-    except (OSError, ValueError) as exc:
-        raise SettingsError(f"the settings file cannot be read: {exc}") from exc
+    except (OSError, ValueError, yaml.YAMLError) as exc:
+        raise SettingsError(f"the settings file cannot be read as YAML with one NAME: VALUE a line: {exc}") from exc
 
 
 def _short(value: Any) -> str:

@@ -14,7 +14,7 @@ POD = ["http://10.0.0.1:8000"]
 
 
 def test_a_settings_file_that_is_not_there_is_no_empty_one(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"cannot be read: .*nope\.yaml"):
+    with pytest.raises(SettingsError, match=r"cannot be read .*nope\.yaml"):
         read(ServeSettings, {"config": str(tmp_path / "nope.yaml")})
 
 
@@ -25,6 +25,14 @@ def test_a_settings_file_is_read_and_a_misspelt_name_in_it_is_named(tmp_path: Pa
     assert (settings.port, settings.pod) == (8085, POD)
     file.write_text("polic: random\n")
     with pytest.raises(SettingsError, match="polic in the settings file is no setting"):
+        read(ServeSettings, {"config": str(file)})
+
+
+@pytest.mark.parametrize("text", ["port: [", "just words"])
+def test_a_settings_file_that_is_no_settings_file_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "warmroute.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match="cannot be read as YAML"):
         read(ServeSettings, {"config": str(file)})
 
 
