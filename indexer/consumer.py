@@ -131,7 +131,8 @@ class Consumer:
         if len(self._inbox) or self._retry_at_s is None:
             return await self._inbox.get()
         try:
-            return await asyncio.wait_for(self._inbox.get(), max(self._retry_at_s - self._clock(), 0.01))
+            async with asyncio.timeout(max(self._retry_at_s - self._clock(), 0.01)):
+                return await self._inbox.get()
         except TimeoutError:
             return None
 
@@ -274,7 +275,8 @@ class Consumer:
 
     async def _write(self) -> None:
         with contextlib.suppress(TimeoutError):  # what an earlier indexer wrote serves meanwhile
-            await asyncio.wait_for(self._caught_up.wait(), self._limits.catch_up_s)
+            async with asyncio.timeout(self._limits.catch_up_s):
+                await self._caught_up.wait()
         backoff_s, failing = 0.05, False
         while True:
             try:

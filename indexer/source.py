@@ -182,6 +182,7 @@ class Source:
         finally:
             if monitor is not None:
                 sub.disable_monitor()
+                monitor.close(linger=0)  # pyzmq only forgets it
             sub.close(linger=0)
 
     async def _receive(self, sub: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> bool:
@@ -235,9 +236,8 @@ class Source:
         try:
             _bounded(dealer, self._times)
             dealer.connect(self.spec.replay)
-            await asyncio.wait_for(
-                dealer.send_multipart([b"", max(from_seq, 0).to_bytes(8, "big")]), self._times.connect_s
-            )
+            async with asyncio.timeout(self._times.connect_s):
+                await dealer.send_multipart([b"", max(from_seq, 0).to_bytes(8, "big")])
             plain: _Plain = zmq.Socket.shadow(dealer.underlying)
             while await dealer.poll(round(1000 * self._times.replay_silence_s)):
                 for _ in range(_SLICE):

@@ -266,7 +266,8 @@ class RedisIndexReader:
             self._tell_whether_up(self._breaker.allows())
             self._metrics.near_cache_blocks.set(len(self._near))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), REFRESH_S)
+                async with asyncio.timeout(REFRESH_S):
+                    await self._hurry.wait()
 
     def _tell_whether_up(self, up: bool) -> None:
         self._metrics.index_up.set(up)
