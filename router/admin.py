@@ -127,6 +127,9 @@ class AdminPages:
         return _json(await self._conductor.explain(asked))
 
 
+_PAGES = "/health, /ready, /metrics, /debug/pods, /debug/prefixes and POST /debug/route"
+
+
 def build_admin_app(pages: AdminPages, *, keys: ApiKeys | None = None) -> web.Application:
     """The admin port: every page, and a 404 for the rest."""
     admitted = keys or ApiKeys()
@@ -142,7 +145,7 @@ def build_admin_app(pages: AdminPages, *, keys: ApiKeys | None = None) -> web.Ap
         except Exception:
             log.exception("fault in an admin page")
             return _error(500, "The router failed; this is its fault, not the request's.")
-        return page if page is not None else _error(404, "No such page; there are /health, /ready, /metrics, /debug/*.")
+        return page if page is not None else _error(404, f"No such page; there are {_PAGES}.")
 
     app = web.Application(client_max_size=EXPLAIN_MAX_BYTES)
     app.router.add_route("*", "/{path:.*}", handle)
