@@ -118,7 +118,14 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
     least = min(p for p, _ in priced)
     reason = "prefix" if m_min < request.prompt_tokens else "load"
     if request.prompt_tokens and m_min > costs.placement_miss_ratio * request.prompt_tokens:
-        near = [(c.placed_tokens, p, c) for p, c in priced if p <= least * costs.placement_slack_ratio]
+        # Near in price; or hardly more company and no prefill ahead, for on an idle fleet ratios of prices say little.
+        quiet = min(c.inflight_requests for c in able) + costs.n0_requests
+        near = [
+            (c.placed_tokens, p, c)
+            for p, c in priced
+            if p <= least * costs.placement_slack_ratio
+            or (c.booked_prefill_tokens == 0 and c.inflight_requests <= quiet)
+        ]
         smallest = min(near, key=lambda t: (t[0], t[1]))
         best = [c for w, p, c in near if w == smallest[0] and p == smallest[1]]
         reason = "placement"

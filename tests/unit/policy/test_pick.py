@@ -46,6 +46,21 @@ def warm_busy(requests: int) -> Candidate:
             "B",
             id="a prompt nobody holds goes where least was placed",
         ),
+        pytest.param(
+            [worker("A", placed_tokens=90_000), worker("B", placed_tokens=10_000, inflight_requests=4)],
+            "B",
+            id="also when a few are decoding there",
+        ),
+        pytest.param(
+            [worker("A", placed_tokens=90_000), worker("B", placed_tokens=10_000, inflight_requests=5)],
+            "A",
+            id="but not when many are",
+        ),
+        pytest.param(
+            [worker("A", placed_tokens=90_000), worker("B", placed_tokens=10_000, booked_prefill_tokens=7000)],
+            "A",
+            id="nor behind a prefill as long as its own",
+        ),
         pytest.param([worker("down", ready=False, matched_tokens=6900), COLD_IDLE], "cold-idle", id="ready ones only"),
         pytest.param(
             [worker("short", matched_tokens=6900, max_model_len_tokens=4096), COLD_IDLE],
