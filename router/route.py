@@ -301,7 +301,8 @@ class Conductor:
             end_s = self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
             told = chain.exact and view.pod.events is not None
             # With the index away nobody can ask it what the events said; its reader clears this when it is back.
-            lasting = chain.index_away or not told
+            # A worker whose events never came (wrong port, endpoint without *) is as good as one without any.
+            lasting = chain.index_away or not told or not self._fleet.tells(worker)
             ttl_s = self._limits.local_ttl_no_events_s if lasting else self._limits.confirm_grace_s
 
             def settle() -> None:

@@ -123,6 +123,10 @@ class Fleet:
         """Block sizes seen in events win over those that /metrics gives."""
         self._learnt_block_size = source
 
+    def tells(self, worker: WorkerAddress) -> bool:
+        """Events of this worker have come: what it stores and removes is known soon after."""
+        return self._learnt_block_size(worker) is not None
+
     # -- asking ---------------------------------------------------------------------------------------------------
 
     async def ask(self, base_model: str, path: str, body: bytes, *, reply_max_bytes: int) -> bytes | None:

@@ -51,6 +51,7 @@ class Town:
         self.index = MemoryIndex()
         self.local = LocalView(clock=lambda: self.now_s)
         self.index.listen(self.local)
+        self.fleet.learn_block_sizes_from(lambda worker: self.index.block_sizes().get(worker))
         self.metrics = Metrics()
         self.conductor = Conductor(
             fleet=self.fleet,
@@ -123,6 +124,7 @@ async def test_a_removal_takes_the_prediction_away_at_once() -> None:
 
 async def test_a_prediction_ends_a_second_after_the_first_token() -> None:
     town = Town(pods=1)
+    await town.index.learnt(WorkerId(WorkerAddress("p0"), "life of p0"), BLOCK)  # its events do come
     choice = await town.ask(list(range(320)))
     choice.booking.first_token()
     assert (await town.ask(list(range(320)))).matched_tokens == 304
@@ -132,6 +134,17 @@ async def test_a_prediction_ends_a_second_after_the_first_token() -> None:
     later.booking.first_token()
     town.now_s += 1.5
     assert (await town.ask(list(range(320)))).matched_tokens == 0
+
+
+async def test_a_pod_whose_events_never_come_is_remembered_like_one_without_any() -> None:
+    """H75: a wrong events endpoint must not cost more than having none."""
+    town = Town(pods=2)
+    first = await town.ask(list(range(320)))
+    first.booking.first_token()
+    first.booking.release()
+    town.now_s += 60.0
+    second = await town.ask(list(range(320)))
+    assert (second.worker, second.matched_tokens, second.indexed_tokens) == (first.worker, 304, 0)
 
 
 async def test_a_removal_while_the_request_runs_is_not_undone_by_its_first_token() -> None:
