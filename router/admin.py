@@ -53,6 +53,7 @@ class AdminPages:
         conductor: Explains | None = None,
         read_request: ReadRequest | None = None,
         details: Details = dict,
+        not_yet: Callable[[], list[str]] = list,
         prefixes: Details | None = None,
         metrics_page: MetricsPage | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class AdminPages:
         self._conductor = conductor
         self._read_request = read_request
         self._details = details
+        self._not_yet = not_yet
         self._prefixes = prefixes
         self._metrics_page = metrics_page
 
@@ -95,6 +97,8 @@ class AdminPages:
         reasons: list[str] = [] if phase == "serving" else [phase]
         if not only_self and not serving:
             reasons.append("no_pod_ready" if pods else "no_pods")
+        if not only_self:
+            reasons += self._not_yet()
         body = {
             "ready": not reasons,
             "reasons": reasons,

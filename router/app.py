@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from router.tokenize.service import TokenLimits, TokenService
 if TYPE_CHECKING:
     from router.index.redis import RedisIndexReader
 
+TOKENIZER_WAIT_S = 20.0  # a tokenizer that takes longer to load does not keep the router from traffic
 log = logging.getLogger("warmroute.app")
 TOKENIZE_REPLY_MAX_BYTES = 32 << 20
 
@@ -50,6 +52,7 @@ class Parts:
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
+        self._wait_until_s = time.monotonic() + TOKENIZER_WAIT_S
         self.metrics = Metrics()
         self.fleet = build_fleet(settings)
         self.specs = fleet_specs(settings)
@@ -122,6 +125,11 @@ class Parts:
             stack.push_async_callback(self.fleet.close)
             await start_pods(self.fleet, self.settings, self.specs, stack, self.metrics)
             yield
+
+    def not_yet(self) -> list[str]:
+        """Why requests should wait a moment: a tokenizer that was asked for is being loaded, just after the start."""
+        loading = any(m["state"] == "loading" for m in self.tokens.status()["models"].values())
+        return ["tokenizer_loading"] if loading and time.monotonic() < self._wait_until_s else []
 
     def details(self) -> dict[str, Any]:
         """What /ready and /debug/pods say beyond the pods themselves."""
@@ -206,6 +214,7 @@ async def _serve(settings: ServeSettings) -> None:
         conductor=parts.conductor,
         read_request=explain_request,
         details=parts.details,
+        not_yet=parts.not_yet,
         prefixes=parts.prefixes,
     )
     stop = stop_signals()

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 
@@ -144,3 +145,23 @@ async def test_an_empty_fleet_is_live_and_answers_503() -> None:
         assert (reply.status, "Retry-After" in reply.headers) == (503, True)
         async with running.session.get(f"{running.admin}/metrics") as reply:
             assert 'warmroute_pods{state="ready"} 0.0' in await reply.text()  # H73
+
+
+async def test_ready_waits_for_a_tokenizer_that_was_asked_for_and_not_for_one_that_fails() -> None:
+    tiny = Path(__file__).parents[1] / "data" / "tiny-model"
+    async with FakePod(echo) as pod:
+        async with serve(pod, flags=("--tokenizer", f"m={tiny}", "--decision-headers")) as running:
+            reasons: set[str] = set()
+            await eventually_async(lambda: _ready(running, reasons), within_s=60)
+            assert reasons <= {"no_pod_ready", "tokenizer_loading"}
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+            async with running.session.post(running.url + "/v1/chat/completions", json=body) as reply:
+                assert int(reply.headers["x-warmroute-prompt-tokens"]) > 0
+        async with serve(pod, flags=("--tokenizer", f"m={tiny}/nothing-here")) as running:
+            await eventually_async(lambda: _ready(running, set()), within_s=60)
+
+
+async def _ready(running: Process, reasons: set[str]) -> bool:
+    async with running.session.get(running.url + "/ready") as reply:
+        reasons.update((await reply.json())["reasons"])
+        return reply.status == 200
