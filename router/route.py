@@ -299,10 +299,12 @@ class Conductor:
         if chain is not None and chain.keys:
             fresh = chain.keys[self._local.depth(worker, chain.keys) :]
             end_s = self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
-            told = chain.exact and view.pod.events is not None
+            # A worker whose events never came (wrong port, endpoint without *) is as good as one without any; one of
+            # which they came has them, even if only the indexer was told where.
+            heard = chain.exact and self._fleet.tells(worker)
+            told = heard or (chain.exact and view.pod.events is not None)
             # With the index away nobody can ask it what the events said; its reader clears this when it is back.
-            # A worker whose events never came (wrong port, endpoint without *) is as good as one without any.
-            lasting = chain.index_away or not told or not self._fleet.tells(worker)
+            lasting = chain.index_away or not heard
             ttl_s = self._limits.local_ttl_no_events_s if lasting else self._limits.confirm_grace_s
 
             def settle() -> None:

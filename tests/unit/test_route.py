@@ -147,6 +147,20 @@ async def test_a_pod_whose_events_never_come_is_remembered_like_one_without_any(
     assert (second.worker, second.matched_tokens, second.indexed_tokens) == (first.worker, 304, 0)
 
 
+async def test_events_that_only_the_indexer_subscribes_to_count_as_events() -> None:
+    """With a shared index the router may be told a pod's URL alone: its predictions end all the same."""
+    town = Town(pods=1)
+    town.fleet._apply(Seen(PodSpec(identity="p0", name="pod-0", url="http://p0:1")))
+    await town.holds("p0", range(16))
+    await town.index.learnt(WorkerId(WorkerAddress("p0"), "life of p0"), BLOCK)
+    choice = await town.ask(list(range(320)))
+    await town.index.apply(WorkerId(WorkerAddress("p0"), "life of p0"), [Clear()])
+    choice.booking.first_token()
+    assert (await town.ask(list(range(320)))).matched_tokens == 0, "a clear while it ran stays"
+    town.now_s += 60.0
+    assert (await town.ask(list(range(320)))).matched_tokens == 0
+
+
 async def test_a_removal_while_the_request_runs_is_not_undone_by_its_first_token() -> None:
     town = Town(pods=1)
     worker = WorkerId(WorkerAddress("p0"), "life of p0")
