@@ -75,10 +75,14 @@ class Connection(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._waiter is None or self._waiter.done():
+        if self._busy():
             self._stop_head_timer()
         elif self._head_timer is None and data:  # idle, and the head is not complete yet
             self._head_timer = self._loop.call_later(self._front.limits.request_head_limit_s, self._head_too_slow)
+
+    def _busy(self) -> bool:
+        """A request is being answered, or waits for it. (On a fresh connection nobody awaits one yet.)"""
+        return bool(self._messages) or self._current_request is not None
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -87,7 +91,7 @@ class Connection(RequestHandler):
 
     def _head_too_slow(self) -> None:
         self._head_timer = None
-        if self._waiter is not None and not self._waiter.done():
+        if not self._busy():
             self.force_close()
 
     def handle_error(

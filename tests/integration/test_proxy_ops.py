@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 import time
@@ -146,6 +147,18 @@ async def test_a_head_that_comes_too_slowly_ends_its_connection() -> None:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_head_that_begins_at_once_and_never_ends_is_slow_too() -> None:
+    """The first bytes are there before anybody waits for a request, and no others ever come."""
+    async with world(request_head_limit_s=0.3, client_idle_limit_s=60.0) as w:
+        for first in (b"G", b"GET /health HTTP/1.1\r\nHost: r\r\n"):
+            with contextlib.closing(socket.create_connection(("127.0.0.1", w.port))) as client:
+                client.sendall(first)  # before the loop here has accepted the connection
+                client.setblocking(False)
+                async with asyncio.timeout(10):
+                    with contextlib.suppress(ConnectionError):
+                        assert await asyncio.get_running_loop().sock_recv(client, 100) == b""
 
 
 async def test_a_slow_head_on_a_connection_that_was_used_ends_it_too() -> None:
