@@ -4,4 +4,5 @@ import sys
 
 from router.cli import main
 
-sys.exit(main(["index", *sys.argv[1:]]))
+args = sys.argv[1:]
+sys.exit(main(args if args[:1] == ["index"] else ["index", *args]))
