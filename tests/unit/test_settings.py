@@ -1,6 +1,7 @@
 """What a wrong setting is answered: which one, why, and what to do."""
 
 import errno
+import runpy
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,23 @@ def test_a_port_that_cannot_be_had_names_a_flag_that_exists() -> None:
         assert flag[2:].replace("-", "_") in ServeSettings.model_fields
     strange = OSError(errno.EADDRNOTAVAIL, "cannot assign requested address")
     assert "is --host one of this machine's?" in str(cannot_listen("client", "10.9.9.9", 1, strange))
+
+
+@pytest.mark.parametrize(
+    ("module", "argv", "command"),
+    [
+        ("router", ["--help"], "serve"),
+        ("router", ["serve", "--help"], "serve"),
+        ("router", ["index", "--help"], "index"),
+        ("indexer", ["--help"], "index"),
+        ("indexer", ["index", "--help"], "index"),
+    ],
+)
+def test_python_m_takes_a_command_or_leaves_it_out(
+    module: str, argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [module, *argv])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: warmroute {command} ")
