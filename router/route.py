@@ -31,6 +31,8 @@ from router.tokenize.port import NoTokens, PromptTokens, Tokens
 
 EXACT_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Endpoints whose prompt becomes tokens here; everything else goes by model and load."""
+RANKED_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions"})
+"""Where vLLM honours X-data-parallel-rank (0.32: entrypoints/generate/base/serving.py); elsewhere it picks itself."""
 BYTES_PER_TOKEN = 4  # the field's rule of thumb, for work that is only guessed at
 CPU_TIER_WEIGHT, STORAGE_TIER_WEIGHT = 0.8, 0.5  # a block that must be loaded back saves less than one on the GPU
 
@@ -235,11 +237,12 @@ class Conductor:
     def _choice(self, prepared: Prepared, view: _View, decision: Chosen, policy: str, booking: Booking) -> Choice:
         known = prepared.prompt_tokens
         spec = view.pod.spec
+        ranked = view.pod.ranks > 1 and prepared.request.endpoint in RANKED_ENDPOINTS
         return Choice(
             worker=decision.worker,
             url=spec.url,
             name=spec.name,
-            data_parallel_rank=decision.worker.rank if view.pod.ranks > 1 else None,
+            data_parallel_rank=decision.worker.rank if ranked else None,
             booking=booking,
             policy=policy,
             reason=decision.reason if isinstance(prepared.tokens, PromptTokens) else _why_inexact(prepared, decision),

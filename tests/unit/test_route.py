@@ -270,3 +270,11 @@ async def test_explaining_books_nothing() -> None:
     assert shown["chosen_pod"] == "pod-1"
     assert [w["matched_tokens"] for w in shown["workers"]] == [0, 144]
     assert town.fleet.bookings.inflight_requests == 0
+
+
+async def test_a_rank_is_named_only_where_the_engine_listens_to_it() -> None:
+    town = Town(pods=1)
+    spec = msgspec.structs.replace(town.fleet.pods()[0].spec, ranks=2)
+    town.fleet._apply(Seen(spec))
+    assert (await town.ask([1] * 40)).data_parallel_rank in (0, 1)
+    assert (await town.ask([1] * 40, endpoint="/v1/embeddings")).data_parallel_rank is None
