@@ -127,7 +127,7 @@ class SourceTimes(msgspec.Struct, frozen=True):
 
     connect_s: float = 5.0
     backoff_first_s: float = 0.1
-    backoff_max_s: float = 2.0
+    backoff_max_s: float = 1.0
     heartbeat_s: float = 5.0
     replay_silence_s: float = 3.0  # vLLM looks for replay requests once per publisher loop
 
