@@ -18,6 +18,7 @@ from router.fleet.bookings import Booking, Bookings
 from router.fleet.rates import PrefillRates
 from router.policy.pick import Candidate
 
+HEARD_TTL_S = 3.0
 PREDICTION_TTL_S = 30.0  # as router.route: a prediction lives until first token, at most this long
 
 
@@ -103,6 +104,7 @@ class Shared(msgspec.Struct, frozen=True):
 
     loads: dict[int, tuple[int, int]]
     crowds: dict[int, int]
+    notes: list[Prediction]  # choices since the last time it told
 
 
 class RouterView:
@@ -119,6 +121,8 @@ class RouterView:
         self._predicted: dict[int, int] = {}
         self._counts: dict[tuple[int, int], int] = {}
         self._ending: deque[tuple[float, Prediction]] = deque()
+        self._ending_heard: deque[tuple[float, Prediction]] = deque()
+        self._untold: list[Prediction] = []
         self._expiring: deque[tuple[float, Prediction]] = deque()
         index.removed_hooks.append(self)
 
@@ -128,6 +132,8 @@ class RouterView:
         self.index.catch_up(now_s)
         while self._ending and self._ending[0][0] <= now_s:
             self._end(self._ending.popleft()[1])
+        while self._ending_heard and self._ending_heard[0][0] <= now_s:
+            self._end(self._ending_heard.popleft()[1])
         while self._expiring and self._expiring[0][0] <= now_s:
             note = self._expiring.popleft()[1]
             if not note.over:
@@ -145,14 +151,30 @@ class RouterView:
     def predict(self, pod: int, hashes: Sequence[int], now_s: float) -> Prediction:
         """Note a choice: the blocks count as held there until `settle` says that the events have told it all."""
         note = Prediction(pod, hashes)
+        if self.exchanging:
+            self._untold.append(note)
+        if self._predict:
+            self._count(note)
+            self._expiring.append((now_s + PREDICTION_TTL_S, note))
+        return note
+
+    def hear(self, told: Sequence[Shared], now_s: float) -> None:
+        """What the other routers told. Their choices count as predictions for a while: they do not tell first tokens."""
+        self.others = list(told)
+        for other in told:
+            for note in other.notes:
+                heard = Prediction(note.pod, note.hashes, over=True)
+                self._count(heard)
+                self._ending_heard.append((now_s + HEARD_TTL_S, heard))
+
+    def _count(self, note: Prediction) -> None:
+        pod, hashes = note.pod, note.hashes
         if self._predict:
             bit, counts, predicted = 1 << pod, self._counts, self._predicted
             for h in hashes:
                 key = (pod, h)
                 counts[key] = counts.get(key, 0) + 1
                 predicted[h] = predicted.get(h, 0) | bit
-            self._expiring.append((now_s + PREDICTION_TTL_S, note))
-        return note
 
     def settle(self, note: Prediction, over_s: float) -> None:
         """The first token is out (or the request ended): forget the prediction at `over_s`."""
@@ -219,7 +241,8 @@ class RouterView:
             own = self.bookings.of(worker)
             if own.inflight_requests:
                 loads[pod] = (own.prefill_tokens, own.inflight_requests)
-        return Shared(loads, dict(cast(Mapping[int, int], self.bookings.crowds())))
+        notes, self._untold = self._untold, []
+        return Shared(loads, dict(cast(Mapping[int, int], self.bookings.crowds())), notes)
 
     def book(self, worker: WorkerAddress, *, uncached_tokens: int, prompt_tokens: int, key: int | None) -> Booking:
         return self.bookings.hold(

@@ -435,7 +435,7 @@ class Simulation:
         """All routers tell each other, at once."""
         told = [v.shared(self._workers) for v in self._views]
         for i, view in enumerate(self._views):
-            view.others = told[:i] + told[i + 1 :]
+            view.hear(told[:i] + told[i + 1 :], self.now_s)
         assert self.setup.exchange_interval_s is not None
         self._at(self.now_s + self.setup.exchange_interval_s, self._exchange, None)
 
