@@ -351,7 +351,8 @@ class Fleet:
             now = self.state.pods.get(identity)
             interval_s = PROBE_INTERVAL_S if now is not None and now.serving else STARTING_INTERVAL_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(life.kick.wait(), interval_s)
+                async with asyncio.timeout(interval_s):  # wait_for can swallow a cancellation in 3.11
+                    await life.kick.wait()
             life.kick.clear()
 
     async def _probe(self, pod: Pod, life: _Life, *, with_models: bool) -> Probed | None:
