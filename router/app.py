@@ -40,6 +40,7 @@ from router.tokenize.model import ModelOptions
 from router.tokenize.service import TokenLimits, TokenService
 
 if TYPE_CHECKING:
+    from router.exchange import Exchange
     from router.index.redis import RedisIndexReader
 
 TOKENIZER_WAIT_S = 20.0  # a tokenizer that takes longer to load does not keep the router from traffic
@@ -83,6 +84,7 @@ class Parts:
         self.index.listen(self.local)
         self.metrics.local_view_blocks.set_function(lambda: self.local.blocks)
         self.fleet.learn_block_sizes_from(lambda worker: self.index.block_sizes().get(worker))
+        self.exchange = self._exchange(settings.redis_url) if settings.redis_url else None
         self.conductor = Conductor(
             fleet=self.fleet,
             tokens=self.tokens,
@@ -97,6 +99,7 @@ class Parts:
                 local_ttl_no_events_s=settings.local_ttl_no_events_s,
                 prefill_tokens_per_s=settings.prefill_tokens_per_s,
             ),
+            peers=self.exchange.peers if self.exchange else None,
         )
 
     def _shared_index(self, url: str) -> RedisIndexReader:
@@ -104,6 +107,11 @@ class Parts:
 
         deadline_s = self.settings.index_deadline_ms / 1000
         return RedisIndexReader(url, seed=self.seed, deadline_s=deadline_s, metrics=self.metrics)
+
+    def _exchange(self, url: str) -> Exchange:
+        from router.exchange import Exchange
+
+        return Exchange(url, seed=self.seed, bookings=self.fleet.bookings, local=self.local)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -114,6 +122,9 @@ class Parts:
             if not isinstance(self.index, MemoryIndex):
                 await self.index.start()
                 stack.push_async_callback(self.index.close)
+            if self.exchange is not None:
+                await self.exchange.start()
+                stack.push_async_callback(self.exchange.close)
             if self.indexer is not None:
                 await self.indexer.start()
                 stack.push_async_callback(self.indexer.close)
@@ -136,6 +147,7 @@ class Parts:
         return {
             "discovery": discovery_shown(self.fleet),
             "tokenizers": self.tokens.status(),
+            "routers": self.exchange.status() if self.exchange else None,
             "index": {**self.index.status(), "workers": self.indexer.status() if self.indexer else None},
         }
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
 
 from router.core.hashing import chain_keys, root_key, usable_blocks
-from router.core.types import BlockKey, IndexUnavailable, WorkerAddress
+from router.core.types import BlockKey, Clock, IndexUnavailable, WorkerAddress
 from router.fleet.bookings import Booking, Bookings
 from router.fleet.fleet import Fleet
 from router.fleet.rates import PrefillRates
@@ -23,6 +24,7 @@ from router.fleet.state import Pod
 from router.index.local import LocalView
 from router.index.port import Held, IndexReader
 from router.ops import Metrics
+from router.peers import Peers
 from router.policy.pick import Candidate, Chosen, Costs, Policy, Refused, RoutingRequest, price, uncached_tokens
 from router.prefixes import PrefixTable
 from router.roster import Entry, KeySpace, Roster
@@ -131,6 +133,8 @@ class Conductor:
         costs: Costs | None = None,
         limits: RouteLimits | None = None,
         rng: random.Random | None = None,
+        peers: Peers | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._tokens = tokens
@@ -144,6 +148,8 @@ class Conductor:
         self._limits = limits or RouteLimits()
         self._rates = fleet.bookings.rates = PrefillRates(self._limits.prefill_tokens_per_s)
         self._rng = rng or random.Random()
+        self._peers = peers or Peers(b"")
+        self._clock = clock
         self._sequence = itertools.count()
         self._roots: dict[tuple[str, str | None], BlockKey] = {}
         self._roster = Roster(fleet)
@@ -255,7 +261,7 @@ class Conductor:
         first = next((c.keys[0] for c in prepared.chains.values() if c.keys), b"")
         return RoutingRequest(
             prompt_tokens=prepared.work_tokens,
-            crowd_requests=self.bookings.crowd(crowd_key),
+            crowd_requests=self.bookings.crowd(crowd_key) + self._peers.crowd(crowd_key, self._clock()),
             sequence=prepared.sequence,
             affinity=first,
         )
@@ -282,15 +288,16 @@ class Conductor:
             indexed = held.gpu * size if held else 0
             gpu = max(indexed, local[space].get(worker, 0) * size)
             matched = max(gpu, int(_weighted_blocks(held) * size) if held else 0)
-        facts = self._fleet.facts(worker)
+        facts, own = self._fleet.facts(worker), self.bookings.of(worker)
+        theirs = self._peers.load(worker, self._clock())  # told, and fresher than what scrapes see of it
         candidate = Candidate(
             worker=worker,
             matched_tokens=matched,
-            booked_prefill_tokens=facts.prefill_tokens,
-            inflight_requests=facts.inflight_requests,
+            booked_prefill_tokens=max(facts.prefill_tokens, own.prefill_tokens + theirs.prefill_tokens),
+            inflight_requests=max(facts.inflight_requests, own.inflight_requests + theirs.inflight_requests),
             kv_held_ratio=facts.kv_held_ratio,
             prefill_tokens_per_s=self._rates.tokens_per_s(worker),
-            placed_tokens=self.bookings.placed_tokens(worker),
+            placed_tokens=self.bookings.placed_tokens(worker) + theirs.placed_tokens,
             max_model_len_tokens=entry.max_model_len_tokens if prepared.prompt_tokens is not None else None,
         )
         return _View(pod=entry.pod, candidate=candidate, chain=chain, gpu_tokens=gpu, indexed_tokens=indexed)
@@ -302,6 +309,8 @@ class Conductor:
         if chain is not None and chain.keys:
             fresh = chain.keys[self._local.depth(worker, chain.keys) :]
             end_s = self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
+            if chain.exact:
+                self._peers.chose(worker, chain.keys, view.gpu_tokens // chain.block_size_tokens)
             # A worker whose events never came (wrong port, endpoint without *) is as good as one without any; one of
             # which they came has them, even if only the indexer was told where.
             heard = chain.exact and self._fleet.tells(worker)

@@ -178,6 +178,10 @@ class Bookings:
         """Requests in flight whose deepest known block is `key`."""
         return 0 if key is None else self._crowd.get(key, 0)
 
+    def loads(self) -> Mapping[WorkerAddress, WorkerLoad]:
+        """All workers' counts, for telling other routers. A view, not a copy."""
+        return self._loads
+
     def crowds(self) -> Mapping[BlockKey, int]:
         """All crowds in flight, for telling other routers. A view, not a copy."""
         return self._crowd

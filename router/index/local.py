@@ -36,6 +36,14 @@ class LocalView:
         self._until(address, keys, end_s, now_s)
         return end_s
 
+    def heard(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float) -> None:
+        """Another router sent this chain there. Ends only move away: our own notes know better."""
+        now_s = self._clock()
+        end_s, ends = now_s + ttl_s, self._ends.get(address, {})
+        later = [k for k in keys if ends.get(k, 0.0) < end_s]
+        if later:
+            self._until(address, later, end_s, now_s)
+
     def settle(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float, revive: bool = False) -> None:
         """Another end for what was noted before: not a new use of it.
 
