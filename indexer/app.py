@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -174,16 +175,23 @@ class Indexer:
         self._drops.pop(address, None)
 
     async def _keep_house(self) -> None:
+        observed_s = -math.inf
         while True:
+            more = False
             try:
                 more = await self._writer.maintain()
                 for address in self._writer.lost():
                     if address in self._consumers:
                         self._consumers[address].store_lost()
+                if self._clock() - observed_s >= 1.0:
+                    observed_s = self._clock()
+                    self._observe()
             except IndexUnavailable:
-                more = False
-            self._observe()
-            await asyncio.sleep(0.02 if more else 1.0)
+                pass  # the consumers' own writes say so
+            except Exception:
+                self.count("crashes")
+                log.exception("index housekeeping failed")
+            await asyncio.sleep(0.005 if more else 0.5)
 
     def _observe(self) -> None:
         connected = 0

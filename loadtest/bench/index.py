@@ -247,7 +247,7 @@ async def lookups_while_dropping(reader: Any, writer: Any, rng: Random) -> str:
     async def drop() -> None:
         await writer.drop(goes.address)
         while await writer.maintain():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)  # as the indexer's housekeeping does
+            await asyncio.sleep(0.005)  # as the indexer's housekeeping does
 
     dropping = asyncio.create_task(drop())
     during: list[float] = []

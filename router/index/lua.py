@@ -250,13 +250,17 @@ SWEEP_STEP = (
 if lost() or not mine('sweep', ARGV[1]) or redis.call('HGET', reg, 'epoch') ~= ARGV[3] then return {'other'} end
 redis.call('HSET', reg, 'sweep', ARGV[1] .. '|' .. string.format('%d', now + tonumber(ARGV[2])))
 local step = redis.call('SCAN', ARGV[4], 'MATCH', ARGV[5] .. '*', 'COUNT', ARGV[6], 'TYPE', 'string')
-local touched = 0
+local touched, bits = 0, {}
+for i = 7, #ARGV do
+  local offset = tonumber(ARGV[i])
+  bits[#bits + 1] = {offset, math.floor(offset / 8) + 1, 2 ^ (7 - offset % 8)}
+end
 for _, name in ipairs(step[2]) do
   if #name == 12 then
-    local hit = false
-    for i = 7, #ARGV do
-      if redis.call('GETBIT', name, ARGV[i]) == 1 then
-        redis.call('SETBIT', name, ARGV[i], 0)
+    local hit, v = false, redis.call('GET', name)
+    for _, b in ipairs(bits) do
+      if #v >= b[2] and math.floor(string.byte(v, b[2]) / b[3]) % 2 == 1 then
+        redis.call('SETBIT', name, b[1], 0)
         hit = true
       end
     end
