@@ -159,7 +159,7 @@ class RouterView:
         return note
 
     def hear(self, told: Sequence[Shared], now_s: float) -> None:
-        """What the other routers told. Their choices count as predictions for a while: they do not tell first tokens."""
+        """What other routers told. Their choices count as predictions for a while: they tell no first tokens."""
         self.others = list(told)
         for other in told:
             for note in other.notes:

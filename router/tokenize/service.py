@@ -201,8 +201,9 @@ class TokenService:
         self._in_pool += 1
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         future.add_done_callback(self._left_pool)
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(asyncio.shield(future), self.limits.deadline_s)
+        with contextlib.suppress(TimeoutError):  # wait_for of Python 3.11 can swallow a cancellation; timeout cannot
+            async with asyncio.timeout(self.limits.deadline_s):
+                return await asyncio.shield(future)
         return NoTokens("deadline", f"{self.limits.deadline_s:g} s")
 
     def _left_pool(self, future: "asyncio.Future[PromptTokens | NoTokens]") -> None:

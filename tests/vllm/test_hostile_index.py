@@ -26,6 +26,7 @@ from tests.vllm.timeline import Timeline, chain
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 REQUESTS = int(os.environ.get("WARMROUTE_HOSTILE_REQUESTS", "600"))
+LATE_S = 0.02
 AT_A_TIME, BLOCK, BLOCKS = 8, 32, 300
 LAG_S = 2.0  # of events, ours and the recorder's: engines, router and clients share two cores
 
@@ -65,10 +66,10 @@ class Crowd:
         self.admin, self.metrics = "", [""]
         self.enough = asyncio.Event()
 
-    async def run(self, trouble: Any) -> None:
+    async def run(self, trouble: Any, at_a_time: int = AT_A_TIME) -> None:
         limit = aiohttp.ClientTimeout(total=300)
         async with aiohttp.ClientSession(timeout=limit) as http, asyncio.TaskGroup() as group:
-            users = [group.create_task(self._user(http)) for _ in range(AT_A_TIME)]
+            users = [group.create_task(self._user(http)) for _ in range(at_a_time)]
             await trouble(self, http)
             while len(self.done) < REQUESTS:
                 await asyncio.sleep(0.2)
@@ -139,7 +140,14 @@ class Crowd:
             return "sibling in flight or event under way"
         return "BUG: held for long, but not claimed"
 
-    def _show_bug(self, sent: Sent, cause: str) -> None:
+    def event_was_late(self, sent: Sent) -> bool:
+        """Did the first block they differ in reach the recorder only just before the request was sent, or after?"""
+        if sent.predicted >= sent.delivered:
+            return False
+        key = sent.keys[sent.predicted // BLOCK]
+        return not self.timelines[sent.pod].held_at(key, sent.sent_s - LATE_S)
+
+    def _show_difference(self, sent: Sent, cause: str) -> None:
         line = self.timelines[sent.pod]
         key = sent.keys[min(sent.predicted, sent.delivered) // BLOCK]
         log = [(round(at - sent.sent_s, 3), held) for at, held in line._changes.get(key, [])]
@@ -157,13 +165,14 @@ class Crowd:
         removed, stored = (sum(getattr(t, n) for t in self.timelines.values()) for n in ("removed", "stored"))
         equal = 1 - len(differ) / len(self.done)
         print(
-            f"\n{what}: {len(self.done)} requests, {AT_A_TIME} at a time, {dict(Counter(s.pod for s in self.done))}; "
+            f"\n{what}: {len(self.done)} requests, {dict(Counter(s.pod for s in self.done))}; "
             f"equal {equal:.4f}; hit share {sum(s.delivered for s in self.done) / tokens:.2f}; "
             f"{removed} of {stored} blocks evicted; differences {dict(causes)}; failed {dict(self.failed)}"
         )
         for sent in differ:
-            if (cause := self.classed(sent)).startswith("BUG"):
-                self._show_bug(sent, cause)
+            cause = self.classed(sent)
+            if cause.startswith("BUG") or len(differ) <= 10:
+                self._show_difference(sent, cause)
         return equal, sum(n for cause, n in causes.items() if cause.startswith("BUG"))
 
 
@@ -230,10 +239,10 @@ def recorded(engines: list[Engine]) -> Iterator[dict[str, Timeline]]:
             line.close()
 
 
-def judge(crowd: Crowd, what: str) -> None:
+def judge(crowd: Crowd, what: str, equal_at_least: float = 0.97) -> None:
     equal, bugs = crowd.show(what)
     assert bugs == 0
-    assert equal >= 0.97
+    assert equal >= equal_at_least
     assert len({s.pod for s in crowd.done}) == 2
 
 
@@ -242,6 +251,30 @@ async def _reset(engines: list[Engine]) -> None:
         for engine in engines:
             async with http.post(engine.url + "/reset_prefix_cache") as reply:
                 assert reply.status == 200
+
+
+def test_one_at_a_time(engines: list[Engine]) -> None:
+    """99.9 % of those that could be known. Raw, three runs on two busy cores gave 99.85, 99.85 and 99.95 %: an engine
+    answers before it publishes the block that its decode just filled, so a next turn sent at once can be sooner.
+    """
+
+    async def no_trouble(crowd: Crowd, http: aiohttp.ClientSession) -> None:
+        pass
+
+    async def scenario(r: Router, lines: dict[str, Timeline]) -> Crowd:
+        await r.ready(2, limit_s=180)
+        crowd = Crowd(r.url, engines, lines, seed=10)
+        await crowd.run(no_trouble, at_a_time=1)
+        return crowd
+
+    asyncio.run(_reset(engines))
+    with recorded(engines) as lines, router(engines, name="router-single") as r:
+        crowd = asyncio.run(scenario(r, lines))
+        judge(crowd, "memory index, one at a time", equal_at_least=0.995)
+        decidable = [s for s in crowd.done if not crowd.event_was_late(s)]
+        equal = sum(s.predicted == s.delivered for s in decidable) / len(decidable)
+        print(f"  of {len(decidable)} whose events were out {LATE_S:g} s before: equal {equal:.4f}")
+        assert equal >= 0.999
 
 
 def test_memory_index_and_engines_in_trouble(engines: list[Engine]) -> None:
