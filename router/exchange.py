@@ -78,7 +78,7 @@ class Exchange:
                 self._told += 1
                 if int(listeners[0]) > int(self._listening):
                     interval_s = INTERVAL_S
-            except IndexUnavailable:
+            except (IndexUnavailable, TypeError, ValueError):  # away, or not allowed to publish
                 self._failed += 1
             await asyncio.sleep(interval_s)
 
