@@ -60,10 +60,12 @@ def test_broken_bodies_that_the_engine_still_takes_give_its_ids(name: str) -> No
 
 @pytest.mark.vllm
 def test_llama_2_has_completions_and_gpt_oss_is_a_counted_fallback() -> None:
-    llama = compare(str(VLLM_PYTHON), family("llama2"), seed=7, count=300, flags=TOOLS)
-    assert (llama.different, llama.total("equal")) == (0, 60)
-    harmony = compare(str(VLLM_PYTHON), family("gptoss"), seed=7, count=300, flags=[])
-    assert (harmony.different, harmony.total("equal")) == (0, 60)
+    llama = compare(str(VLLM_PYTHON), family("llama2"), seed=7, count=600, flags=TOOLS)
+    assert llama.different == 0
+    assert llama.total("equal") >= 60
+    harmony = compare(str(VLLM_PYTHON), family("gptoss"), seed=7, count=600, flags=[])
+    assert harmony.different == 0
+    assert harmony.total("equal") >= 60
     assert harmony.total("not claimed: unrenderable") > 200
 
 
