@@ -6,9 +6,14 @@ from random import Random
 import msgspec
 import pytest
 
+from indexer.plan import AskReplay, Ledger
+from indexer.wire import decode
 from loadtest.engine import Cleared, Engine, Removed, Request, StepResult, Stored
 from loadtest.profile import Profile, load_profile
+from router.core.hashing import next_key, pack_tokens, root_key
+from router.core.types import Add, BlockKey, Remove
 from tests.sim.reference_engine import ReferenceEngine
+from tests.sim.test_equivalence import to_wire
 
 FAST_SEEDS = range(60)
 ALL_SEEDS = range(60, 500)
@@ -56,6 +61,11 @@ class World:
         self.sent = 0
         self.live: set[str | int] = set()
         self.told: Counter[int] = Counter()
+        self.ledger = Ledger(seed="s", model="m")
+        self.root = root_key(seed="s", model="m")
+        self.keys: dict[int, BlockKey] = {}
+        self.claimed: set[BlockKey] = set()
+        self.batches = 0
         self.firsts: Counter[str | int] = Counter()
         self.preempted = self.evicted = 0
 
@@ -107,7 +117,32 @@ class World:
         assert (mine.prefill_tokens, mine.decode_sequences) == (theirs.prefill_tokens, theirs.decode_sequences)
         assert mine.ends_s == pytest.approx(theirs.ends_s, rel=1e-9)
 
+    def through_the_ledger(self, result: StepResult) -> None:
+        """The same events with token ids of their own, as wire bytes, through the Ledger that serves."""
+        size = self.profile.block_size_tokens
+        wire = []
+        for event in result.events:
+            if isinstance(event, Stored):
+                ids = [[h & 0xFFFFFFFF, *[h >> 32] * (size - 1)] for h in event.hashes]
+                parent = self.root if event.parent is None else self.keys[event.parent]
+                for h, block in zip(event.hashes, ids, strict=True):
+                    parent = self.keys[h] = next_key(parent, pack_tokens(block))
+                event = msgspec.structs.replace(event, token_ids=[t for block in ids for t in block])
+            wire.append(event)
+        told = self.ledger.receive(self.batches, decode(to_wire(wire)))
+        assert not isinstance(told, AskReplay)
+        self.batches += 1
+        for op in told:
+            if isinstance(op, Add):
+                self.claimed.update(op.keys)
+            elif isinstance(op, Remove):
+                self.claimed.difference_update(op.keys)
+            else:
+                self.claimed.clear()
+
     def replay(self, result: StepResult) -> None:
+        if result.events:
+            self.through_the_ledger(result)
         for event in result.events:
             match event:
                 case Stored():
@@ -132,6 +167,7 @@ class World:
         assert not set(pool.free) & set(held)
         truth = Counter(h for h in pool.hash_of if h is not None)
         assert truth == +self.told
+        assert self.claimed == {self.keys[h] for h in truth}
         table = {h: [c] if isinstance(c, int) else list(c) for h, c in pool.table.items()}
         assert {h: len(c) for h, c in table.items()} == dict(truth)
 
