@@ -13,6 +13,7 @@ import msgspec
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answered without a key: probes have none."""
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -66,7 +67,7 @@ class ApiKeys:
         """
         if not self._keys:
             return True
-        given = [key for name, value in headers if (key := _key(name, value)) is not None]
+        given = [key for name, value in headers if (key := key_of(name, value)) is not None]
         fits = False
         for key in self._keys:
             for candidate in given[:4]:
@@ -74,7 +75,8 @@ class ApiKeys:
         return fits
 
 
-def _key(name: bytes, value: bytes) -> bytes | None:
+def key_of(name: bytes, value: bytes) -> bytes | None:
+    """The API key that this header carries; None when it carries none."""
     lower = name.lower()
     if lower == b"x-api-key":
         return value.strip()

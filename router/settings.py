@@ -7,6 +7,7 @@ May import: the standard library, pydantic, pydantic-settings, pyyaml.
 from __future__ import annotations
 
 import argparse
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -187,6 +188,10 @@ class ServeSettings(CommonSettings):
         default_factory=list,
         description="key that clients must send as a bearer token; repeatable; unset: no key is asked",
     )
+    tenant_header: str | None = Field(
+        None,
+        description="request header that names the tenant, set by your gateway; authorization: by API key",
+    )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM) of the client port; with --tls-key")
     tls_key: Path | None = Field(None, description="private key (PEM) of the client port")
 
@@ -239,6 +244,13 @@ class ServeSettings(CommonSettings):
     stream_comment_interval_s: float = Field(
         0.0, ge=0, description="SSE comments before a stream's first byte, for load balancers that cut silence; 0: none"
     )
+
+    @field_validator("tenant_header")
+    @classmethod
+    def _header_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", value):
+            raise ValueError("must be the name of a header, such as x-tenant")
+        return value.lower() if value is not None else None
 
 
 class IndexSettings(CommonSettings):

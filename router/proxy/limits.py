@@ -48,6 +48,7 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
     admin_on_main: bool = False
     pod_api_key: str | None = None  # the pods' own --api-key: sent to them in place of the client's
     forward_authorization: bool | None = None  # None: only when the router itself asks for no key
+    tenant_header: str | None = None  # lower case; None: tenants are not told apart
     forward_control_routes: bool = False  # /sleep, /reset_prefix_cache, ... act on one pod: call that pod itself
     stream_comment_interval_s: float = 0.0  # `:` comments before a stream's first byte, for load balancers; 0: none
 
