@@ -35,6 +35,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_tokens_per_pod: int = 0  # 0: the profile's
     rate_tokens_per_s: float = 20_000.0  # what the router believes
     shortlist: int = 0  # 0: every pod is scored
+    overload_prefill_s: float = 0.0  # routers hold requests while every pod has more prefill booked; 0: never
 
 
 class Regime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +89,7 @@ def setup(regime: Regime, profile: Profile) -> Setup:
         rate_tokens_per_s=world.rate_tokens_per_s,
         events=tuple(regime.events),
         shortlist=world.shortlist or None,
+        overload_prefill_s=world.overload_prefill_s,
     )
 
 

@@ -22,6 +22,7 @@ from loadtest.workload import Segment, Session, Stage, Turn, Workload, block_has
 from router.core.hashing import usable_blocks
 from router.core.types import WorkerAddress
 from router.fleet.bookings import Booking
+from router.policy.overload import Line, Ticket, least_work_s, overloaded
 from router.policy.pick import Candidate, Chosen, Costs, Policy, RoutingRequest, price, uncached_tokens
 
 
@@ -53,6 +54,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     slow_pods: dict[int, float] = {}  # pod -> how many times slower
     events: tuple[FleetEvent, ...] = ()
     shortlist: int | None = None  # None: score every pod
+    overload_prefill_s: float = 0.0  # routers hold requests while every pod has more booked; 0: never
 
 
 class Sample(msgspec.Struct, gc=False):
@@ -107,6 +109,15 @@ class _Flight(msgspec.Struct, gc=False):
     prediction: Prediction | None = None
 
 
+class _Look(msgspec.Struct, frozen=True, gc=False):
+    """What a router sees when it looks for a pod."""
+
+    candidates: list[Candidate]
+    request: RoutingRequest
+    found: dict[int, int]  # pod -> blocks of the prompt it is thought to hold
+    key: int | None  # the deepest of them
+
+
 class _Pod:
     """An engine, its place in the fleet, and the step that is running."""
 
@@ -145,6 +156,8 @@ class Simulation:
         self._views = [self._make_view() for _ in range(setup.routers)]
         for view in self._views:
             view.exchanging = setup.routers > 1 and setup.exchange_interval_s is not None
+        self._lines = [Line() for _ in self._views]
+        self._held: dict[Ticket, _Flight] = {}
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._ticket = itertools.count()
         self._requests = itertools.count()
@@ -234,6 +247,30 @@ class Simulation:
         return cached
 
     def _route(self, flight: _Flight) -> None:
+        """To a pod; or in line, while every pod has too much to do or others wait already."""
+        limit_s, line = self.setup.overload_prefill_s, self._lines[flight.router]
+        look = self._look(flight)
+        if limit_s and (line or overloaded(look.candidates, look.request, limit_s)):
+            ticket = Ticket(work_s=least_work_s(look.candidates, look.request), since_s=self.now_s)
+            line.enter(ticket)
+            self._held[ticket] = flight
+            self._admit(flight.router)
+            return
+        self._dispatch(flight, look)
+
+    def _admit(self, router: int) -> None:
+        """Those in line go, in their order, as many as there is room for."""
+        line = self._lines[router]
+        while (ticket := line.first()) is not None:
+            flight = self._held[ticket]
+            look = self._look(flight)
+            if overloaded(look.candidates, look.request, self.setup.overload_prefill_s):
+                return
+            line.serve(ticket)
+            del self._held[ticket]
+            self._dispatch(flight, look)
+
+    def _look(self, flight: _Flight) -> _Look:
         setup, view, sample = self.setup, self._views[flight.router], flight.sample
         size = setup.profile.block_size_tokens
         usable = flight.hashes[: usable_blocks(sample.prompt_tokens, size)]
@@ -247,16 +284,21 @@ class Simulation:
             found = view.matched_blocks(usable, live, self.now_s)
         deepest = max(found.values(), default=0)
         key = usable[deepest - 1] if deepest else None
-        candidates = self._candidates(view, found, live)
         request = RoutingRequest(
             prompt_tokens=sample.prompt_tokens,
             crowd_requests=view.crowd(key),
             sequence=next(self._requests),
             affinity=usable[0].to_bytes(8, "big") if usable else b"",
         )
-        decision = self._policy(candidates, request, self._costs, self._rng)
+        return _Look(self._candidates(view, found, live), request, found, key)
+
+    def _dispatch(self, flight: _Flight, look: _Look) -> None:
+        """Decide, book and send."""
+        view, sample, request = self._views[flight.router], flight.sample, look.request
+        size = self.setup.profile.block_size_tokens
+        decision = self._policy(look.candidates, request, self._costs, self._rng)
         if len(self.outcome.explained) < self._explain and self._stage.measured:
-            self._explain_decision(candidates, request, decision)
+            self._explain_decision(look.candidates, request, decision)
         if not isinstance(decision, Chosen):
             self.outcome.decisions[decision.reason] += 1
             sample.failed = True
@@ -264,14 +306,14 @@ class Simulation:
             return
         self.outcome.decisions[decision.reason] += 1
         pod = self._index_of[decision.worker]
-        blocks = found.get(pod, 0)
+        blocks = look.found.get(pod, 0)
         if decision.reason == "placement":
             view.bookings.place(decision.worker, sample.prompt_tokens)
         flight.booking = view.book(
             decision.worker,
             uncached_tokens=max(sample.prompt_tokens - blocks * size, 0),
             prompt_tokens=sample.prompt_tokens,
-            key=key,
+            key=look.key,
         )
         flight.prediction = view.predict(pod, flight.hashes[: sample.prompt_tokens // size], self.now_s)
         sample.pod, sample.predicted_tokens = pod, blocks * size
@@ -392,6 +434,8 @@ class Simulation:
             self._index.tell(number, result.events, self.now_s + self.setup.event_lag_s)
         for first in result.first:
             self._first_token(self._flights[first.id], first.cached_tokens)
+        for router in {self._flights[first.id].router for first in result.first} if self._held else ():
+            self._admit(router)
         for request_id in result.finished:
             flight = self._flights.pop(request_id)
             flight.sample.finished_s = self.now_s
@@ -420,6 +464,8 @@ class Simulation:
             self._stage.kv_used.append(g.kv_usage_ratio)
             own = [v.bookings.of(self._workers[i]).inflight_requests for v in self._views]
             seen.append((i, g, own))
+        for router in range(len(self._views)) if self._held else ():
+            self._admit(router)  # what lowers the load without a first token: pods that come, other routers
         if self.setup.scrape_lag_s:
             self._at(self.now_s + self.setup.scrape_lag_s, self._learn_scrape, seen)
         else:
@@ -471,7 +517,7 @@ class Simulation:
             view.bookings.retire(self._workers[number])
         for _, flight in lost:
             if flight.sample.first_s < 0:
-                self._route(flight)
+                self._dispatch(flight, self._look(flight))  # it has waited before
             else:
                 flight.sample.failed = True
                 self._session_step(flight)

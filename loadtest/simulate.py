@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 1..N (default 1)")
     parser.add_argument("--profile", metavar="NAME", help="another kind of pod, rates scaled to it")
     parser.add_argument("--pods", type=int, help="another number of pods")
+    parser.add_argument(
+        "--overload-prefill-s", type=float, metavar="SECONDS", help="hold requests while every pod has more booked"
+    )
     parser.add_argument("--explain", type=int, default=0, metavar="N", help="print the terms of the first N decisions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--traces", type=Path, default=regimes.TRACES_DIR, metavar="DIR", help="where traces lie")
@@ -101,6 +104,9 @@ def run_all(args: argparse.Namespace) -> list[Result]:
             scenario = regimes.load_regime(name)
             if args.pods:
                 scenario = msgspec.structs.replace(scenario, pods=args.pods)
+            if args.overload_prefill_s is not None:
+                world = msgspec.structs.replace(scenario.world, overload_prefill_s=args.overload_prefill_s)
+                scenario = msgspec.structs.replace(scenario, world=world)
             profile = regimes.profile_of(scenario, args.profile)
             print(f"\n{name}: {scenario.about}. {_described(profile)}, {scenario.pods} pods, seeds 1..{args.seeds}")
             wait = {

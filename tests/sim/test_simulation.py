@@ -173,3 +173,31 @@ def test_the_published_tables_are_reproduced(seed: int) -> None:
         arms[rule] = rows(Simulation(setup, workload.ladder(seed), FACTORIES[rule](), seed).run(), 8)
     missed = [v for v in acceptance(arms["precise-3-2-2"], arms["random"]) if not v.within]
     assert missed == []
+
+
+@pytest.mark.parametrize("routers", [1, 3])
+def test_waiting_in_the_router_loses_nobody_and_leaves_the_pods_little_to_queue(routers: int) -> None:
+    """Far over saturation: all wait, all are answered, short prompts first."""
+    pods = msgspec.structs.replace(load_profile("qwen3-32b-2xh100"), num_blocks=1200)
+    crowd = workload.mixed(
+        "crowd",
+        [
+            workload.cold(1, rate=20.0, seconds=10.0, prompt_tokens=600, output_tokens=20),
+            workload.cold(2, rate=6.0, seconds=10.0, prompt_tokens=12000, output_tokens=20),
+        ],
+    )
+    short_s, pod_waits = [], []
+    for limit_s in (0.0, 0.2):
+        setup = Setup(profile=pods, pods=2, routers=routers, overload_prefill_s=limit_s)
+        simulation = Simulation(setup, crowd, FACTORIES["prefix"](), 1)
+        samples = simulation.run().stages[0].samples
+        assert len(samples) == len(crowd.stages[0].sessions)
+        assert all(s.first_s > 0 and not s.failed for s in samples)
+        assert sum(v.bookings.inflight_requests for v in simulation._views) == 0
+        assert not simulation._held
+        assert all(len(line) == 0 for line in simulation._lines)
+        firsts = sorted(s.first_s - s.sent_s for s in samples if s.prompt_tokens < 1000)
+        short_s.append(firsts[len(firsts) // 2])
+        pod_waits.append(max(simulation.outcome.stages[0].waiting))
+    assert short_s[1] < short_s[0] / 2
+    assert pod_waits[1] <= pod_waits[0]
