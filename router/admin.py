@@ -6,7 +6,7 @@ May import: aiohttp.web, router.door, router.ops, router.route, router.fleet.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -35,8 +35,8 @@ class Explains(Protocol):
     def has_policy(self, name: str) -> bool: ...
 
 
-ReadRequest = Callable[[str | None, str | None, bytes], RouteRequest]
-"""(endpoint if given, policy if given, body) -> what the conductor is asked. Raises ValueError with the cure."""
+ReadRequest = Callable[[str | None, Sequence[tuple[bytes, bytes]], bytes], RouteRequest]
+"""(endpoint if given, headers, body) -> what the conductor is asked. Raises ValueError with the cure."""
 Details = Callable[[], dict[str, Any]]
 MetricsPage = Callable[[], Awaitable[bytes]]
 
@@ -121,9 +121,7 @@ class AdminPages:
             if len(body) > EXPLAIN_MAX_BYTES:
                 return _error(413, f"The body is larger than {EXPLAIN_MAX_BYTES} bytes.")
         try:
-            asked = self._read_request(
-                request.query.get("endpoint"), request.headers.get("x-warmroute-policy"), bytes(body)
-            )
+            asked = self._read_request(request.query.get("endpoint"), request.raw_headers, bytes(body))
         except ValueError as exc:
             return _error(400, str(exc))
         if asked.policy is not None and not self._conductor.has_policy(asked.policy):

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,9 @@ from router.policy.baselines import POLICIES
 from router.process import cannot_listen, open_admin, run_on_uvloop, stop_signals
 from router.proxy import front
 from router.proxy.drain import drain
+from router.proxy.explained import explain_request
 from router.proxy.handlers import build_app
 from router.proxy.limits import ProxyLimits
-from router.proxy.parse import explain_request
 from router.proxy.pool import Pool
 from router.route import Conductor, RouteLimits
 from router.settings import ServeSettings, SettingsError, pairs
@@ -198,7 +199,14 @@ def token_options(settings: ServeSettings) -> dict[str, ModelOptions]:
 
 
 def proxy_limits(settings: ServeSettings) -> ProxyLimits:
-    """The proxy's bounds; each is a setting of the same name."""
+    """The proxy's bounds; each is a setting of the same name. Raises SettingsError with the cure."""
+    if settings.tenant_salt and not settings.tenant_header:
+        raise SettingsError("--tenant-salt needs --tenant-header NAME: it says whose request it is")
+    if settings.tenant_salt and not settings.key_seed:
+        raise SettingsError(
+            "--tenant-salt needs --key-seed SECRET, the same for all routers: it makes the salts, and another one at"
+            " the next start would leave the tenants' cached blocks behind"
+        )
     return ProxyLimits(**{name: getattr(settings, name) for name in ProxyLimits.__struct_fields__})
 
 
@@ -224,7 +232,7 @@ async def _serve(settings: ServeSettings) -> None:
         fleet=parts.fleet,
         lifecycle=lifecycle,
         conductor=parts.conductor,
-        read_request=explain_request,
+        read_request=partial(explain_request, limits=limits),
         details=parts.details,
         not_yet=parts.not_yet,
         prefixes=parts.prefixes,

@@ -31,17 +31,27 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:9090", help="the router's admin URL (default: %(default)s)")
     parser.add_argument("--endpoint", default="/v1/chat/completions", help="path it would be sent to")
     parser.add_argument("--api-key", default=None, help="if the router asks for one")
+    parser.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME:VALUE",
+        help="header it would be sent with, such as the tenant's; repeatable",
+    )
     args = parser.parse_args(argv)
     try:
         raw = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
     except OSError as exc:
         sys.stderr.write(f"warmroute explain: {args.body} cannot be read: {exc.strerror}\n")
         return 2
-    headers = {"Content-Type": "application/json", "x-warmroute-endpoint": args.endpoint}
+    headers = {"Content-Type": "application/json"}
+    for given in args.header:
+        name, _, value = given.partition(":")
+        headers[name.strip()] = value.strip()
     if args.api_key:
         headers["Authorization"] = f"Bearer {args.api_key}"
     try:
-        status, answer = asyncio.run(_ask(args.url.rstrip("/") + "/debug/route", raw, headers))
+        status, answer = asyncio.run(_ask(args.url.rstrip("/") + "/debug/route", args.endpoint, raw, headers))
     except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as exc:
         sys.stderr.write(f"warmroute explain: no answer from {args.url}: {type(exc).__name__}; {_WHERE}\n")
         return 1
@@ -54,9 +64,12 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-async def _ask(url: str, raw: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+async def _ask(url: str, endpoint: str, raw: bytes, headers: dict[str, str]) -> tuple[int, Any]:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, data=raw, headers=headers) as reply:
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(url, params={"endpoint": endpoint}, data=raw, headers=headers) as reply,
+    ):
         return reply.status, await reply.json(content_type=None)
 
 

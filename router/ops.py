@@ -96,6 +96,9 @@ class Metrics:
         self.upstream_connections = self.counter("upstream_connections", "connections to pods used by requests", "kind")
         self.pod_connections = self.gauge("pod_connections", "open connections to pods, idle ones included")
         self.client_connections = self.gauge("client_connections", "open connections of clients")
+        self.tenant_salts = self.counter(
+            "tenant_salts", "bodies that were to get their tenant's cache_salt, by what came of it", "result"
+        )
         self.connections_refused = self.counter("connections_refused", "client connections closed at once", "reason")
 
         # -- routing ------------------------------------------------------------------------------------------------

@@ -192,6 +192,9 @@ class ServeSettings(CommonSettings):
         None,
         description="request header that names the tenant, set by your gateway; authorization: by API key",
     )
+    tenant_salt: bool = Field(
+        False, description="keep the tenants' caches in vLLM apart: put a cache_salt made of the tenant into bodies"
+    )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM) of the client port; with --tls-key")
     tls_key: Path | None = Field(None, description="private key (PEM) of the client port")
 

@@ -46,6 +46,13 @@ class HeldBody:
         self._bytes += size_bytes
         return True
 
+    def replace(self, body: bytes) -> bool:
+        """Hold this instead; False when all bodies together are too many."""
+        if not self.add(len(body) - self._bytes):
+            return False
+        self.body = body
+        return True
+
     def __enter__(self) -> HeldBody:
         return self
 
@@ -98,8 +105,13 @@ def _counted(chunk: bytes, limits: ProxyLimits, held: HeldBody) -> bytes:
         raise _too_large(limits)
     if held.add(len(chunk)):
         return chunk
+    raise too_many(limits)
+
+
+def too_many(limits: ProxyLimits) -> HttpError:
+    """What to say when HeldBody takes no more."""
     message = "The router holds too many request bodies; try again."
-    raise HttpError(429, message, retry_after_s=limits.retry_after_s, close=True)
+    return HttpError(429, message, retry_after_s=limits.retry_after_s, close=True)
 
 
 def _too_large(limits: ProxyLimits) -> HttpError:

@@ -18,7 +18,7 @@ from aiohttp import web
 from router.door import OPEN_PATHS, ApiKeys, Lifecycle
 from router.ops import Metrics
 from router.policy.retry import RetryBudget
-from router.proxy.body import BodyLedger, HeldBody, read_body
+from router.proxy.body import BodyLedger, HeldBody, read_body, too_many
 from router.proxy.errors import HttpError
 from router.proxy.exchange import CLIENT_GONE, Asked, ConductorPort, Exchange, FleetPort, Parts
 from router.proxy.front import ClientGone, Front
@@ -27,6 +27,7 @@ from router.proxy.limits import ProxyLimits
 from router.proxy.parse import NOTHING, Parsed, parse, route_request
 from router.proxy.record import Meters, Record
 from router.proxy.sticky import ResponseHomes
+from router.proxy.tenant import salted
 from router.proxy.upstream import Upstream
 from router.proxy.watch import GoneWatch
 
@@ -80,6 +81,8 @@ class Proxy:
         """One request, remembered however it ends."""
         target = origin_form(request.raw_path)
         path = target.partition("?")[0]
+        if "%" in path:
+            path = unquote(path)  # as the pod will: /v1/complet%69ons is no other route
         given_id = request_id(request.raw_headers, os.urandom(16).hex())
         record = Record(
             method=request.method, path=path, client=request.remote or "", request_id=given_id.decode("latin-1")
@@ -163,15 +166,36 @@ class Proxy:
                 held.body or b"",
                 inflate_max_bytes=limits.inflate_max_bytes,
                 form_search_max_bytes=limits.multipart_search_max_bytes,
+                thorough=limits.tenant_salt,
             )
         self._check_model(parsed)
         record.model = parsed.model
-        asked = self._asked(request, target, path, given_id, parsed)
+        headers: RawHeaders = request.raw_headers
+        if limits.tenant_salt and held.body and path not in CONTROL_ROUTES:
+            parsed, headers = self._salted(path, headers, parsed, held)
+        asked = self._asked(target, path, headers, given_id, parsed)
         route = route_request(path, parsed, body_bytes=record.bytes_in, policy=policy)
         prepared = await parts.conductor.prepare(route)
         return Exchange(parts, request, asked, prepared, held, record)
 
-    def _asked(self, request: web.BaseRequest, target: str, path: str, given_id: bytes, parsed: Parsed) -> Asked:
+    def _salted(self, path: str, headers: RawHeaders, parsed: Parsed, held: HeldBody) -> tuple[Parsed, RawHeaders]:
+        """With --tenant-salt: the body gets its tenant's salt, and routing goes by the same one."""
+        limits, counted = self._parts.limits, self._parts.metrics.tenant_salts
+        assert limits.tenant_header is not None
+        try:
+            marked = salted(path, headers, parsed, name=limits.tenant_header.encode(), seed=limits.key_seed)
+        except HttpError:
+            counted.labels("refused").inc()
+            raise
+        if marked is None:
+            counted.labels("no_json").inc()
+            return parsed, headers
+        if not held.replace(marked.body):
+            raise too_many(limits)
+        counted.labels("put").inc()
+        return marked.parsed, marked.headers
+
+    def _asked(self, target: str, path: str, headers: RawHeaders, given_id: bytes, parsed: Parsed) -> Asked:
         stored = parsed.previous_response_id
         walk = False
         if path.startswith("/v1/responses/") and path.count("/") >= 3:
@@ -185,7 +209,7 @@ class Proxy:
         return Asked(
             endpoint=path,
             target=target,
-            headers=request.raw_headers,
+            headers=headers,
             request_id=given_id,
             authorization=self._authorization,
             pod_key=self._pod_key,
@@ -231,7 +255,7 @@ class Proxy:
         if path == "/v1/models":
             body: object = {"object": "list", "data": listed}
         else:
-            name = unquote(path.removeprefix("/v1/models/"))
+            name = path.removeprefix("/v1/models/")
             body = next((entry for entry in listed if entry.get("id") == name), None)
             if body is None:
                 raise HttpError(

@@ -49,6 +49,8 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
     pod_api_key: str | None = None  # the pods' own --api-key: sent to them in place of the client's
     forward_authorization: bool | None = None  # None: only when the router itself asks for no key
     tenant_header: str | None = None  # lower case; None: tenants are not told apart
+    tenant_salt: bool = False  # with tenant_header: every JSON body gets its tenant's cache_salt
+    key_seed: str = ""  # makes the salts
     forward_control_routes: bool = False  # /sleep, /reset_prefix_cache, ... act on one pod: call that pod itself
     stream_comment_interval_s: float = 0.0  # `:` comments before a stream's first byte, for load balancers; 0: none
 

@@ -46,16 +46,27 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     skips_cache: bool = False
     previous_response_id: str | None = None
     text: bytes = b""  # the JSON text, inflated; b"" when the body is no JSON object
+    unread: bool = False  # its coding is not read here, is broken, or it inflates beyond its bound
 
 
 _decoder = msgspec.json.Decoder(_Fields)
 NOTHING = Parsed()
+UNREAD = Parsed(unread=True)
 
 
 def parse(
-    endpoint: str, headers: RawHeaders, body: bytes, *, inflate_max_bytes: int, form_search_max_bytes: int
+    endpoint: str,
+    headers: RawHeaders,
+    body: bytes,
+    *,
+    inflate_max_bytes: int,
+    form_search_max_bytes: int,
+    thorough: bool = False,
 ) -> Parsed:
-    """What routing needs to know. Raises HttpError(400) only for routes in NEEDS_MODEL."""
+    """What routing needs to know. Raises HttpError(400) only for routes in NEEDS_MODEL.
+
+    `thorough`: whatever Python's json takes for an object is one, on every route; else a glance may deny it.
+    """
     needs_model = endpoint in NEEDS_MODEL
     kind = (value_of(headers, b"content-type") or b"").lower()
     if kind.startswith(b"multipart/"):
@@ -64,8 +75,8 @@ def parse(
         )
     text = inflate(value_of(headers, b"content-encoding"), body, max_bytes=inflate_max_bytes)
     if text is None:
-        return NOTHING  # a coding that we do not read, or a bomb: the pod may know better
-    if not needs_model and text[:64].lstrip()[:1] != b"{":
+        return UNREAD  # a coding that we do not read, or a bomb: the pod may know better
+    if not needs_model and not thorough and text[:64].lstrip()[:1] != b"{":
         return NOTHING
     try:
         fields = decode(text)
@@ -173,24 +184,3 @@ def route_request(endpoint: str, parsed: Parsed, *, body_bytes: int, policy: str
         policy=policy,
         body_bytes=body_bytes,
     )
-
-
-def guess_endpoint(text: bytes) -> str:
-    """The endpoint a body was meant for, by its fields; for POST /debug/route without `?endpoint=`."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return "/v1/completions"
-    if isinstance(value, dict) and "messages" in value:
-        return "/v1/chat/completions"
-    return "/v1/responses" if isinstance(value, dict) and "input" in value else "/v1/completions"
-
-
-def explain_request(endpoint: str | None, policy: str | None, body: bytes) -> RouteRequest:
-    """A RouteRequest for POST /debug/route. Raises ValueError with the cure."""
-    endpoint = endpoint or guess_endpoint(body)
-    try:
-        parsed = parse(endpoint, (), body, inflate_max_bytes=0, form_search_max_bytes=0)
-    except HttpError as exc:
-        raise ValueError(exc.message) from None
-    return route_request(endpoint, parsed, body_bytes=len(body), policy=policy)

@@ -10,16 +10,17 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 
 from router.admin import AdminPages
 from router.door import ApiKeys, Lifecycle
 from router.ops import Metrics
+from router.proxy.explained import explain_request
 from router.proxy.front import Listener, listen
 from router.proxy.handlers import ProxyApp, build_app
 from router.proxy.limits import ProxyLimits
-from router.proxy.parse import explain_request
 from router.proxy.pool import Pool
 from router.proxy.upstream import AiohttpUpstream
 from tests.fakes.fake_pod import FakePod, Script, echo
@@ -109,7 +110,11 @@ async def world(
     bounds = ProxyLimits(**limits)  # type: ignore[arg-type]
     behind = upstream(bounds, metrics, ssl_context=pods_ssl)
     pages = AdminPages(
-        metrics=metrics, fleet=fleet, lifecycle=lifecycle, conductor=conductor, read_request=explain_request
+        metrics=metrics,
+        fleet=fleet,
+        lifecycle=lifecycle,
+        conductor=conductor,
+        read_request=partial(explain_request, limits=bounds),
     )
     app = build_app(conductor, fleet, behind, bounds, metrics, pages=pages, keys=ApiKeys(keys), lifecycle=lifecycle)
     listener = await listen(app.front, host="127.0.0.1", port=0, ssl_context=front_ssl)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from router.app import proxy_limits
 from router.cli import main
 from router.fleet.build import fleet_specs
 from router.process import cannot_listen
@@ -108,3 +109,18 @@ def test_python_m_takes_a_command_or_leaves_it_out(
         runpy.run_module(module, run_name="__main__")
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: warmroute {command} ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        ({"tenant_salt": True, "key_seed": "s"}, "needs --tenant-header NAME"),
+        ({"tenant_salt": True, "tenant_header": "x-tenant"}, "needs --key-seed SECRET"),
+        ({"tenant_header": "two words"}, "must be the name of a header"),
+    ],
+)
+def test_tenants_that_could_not_be_kept_apart_are_refused_at_the_start(flags: dict, cure: str) -> None:
+    with pytest.raises(SettingsError, match=cure):
+        proxy_limits(read(ServeSettings, flags))
+    kept = proxy_limits(read(ServeSettings, {"tenant_salt": True, "tenant_header": "X-Tenant", "key_seed": "s"}))
+    assert (kept.tenant_header, kept.key_seed) == ("x-tenant", "s")

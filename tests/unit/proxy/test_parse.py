@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from router.door import ApiKeys, error_object
 from router.proxy.errors import HttpError, stream_error_event
+from router.proxy.explained import explain_request, guess_endpoint
 from router.proxy.handlers import origin_form
 from router.proxy.headers import header_safe, is_event_stream, request_id, to_client, to_pod
-from router.proxy.parse import explain_request, form_model, guess_endpoint, inflate, parse
+from router.proxy.parse import form_model, inflate, parse
 from router.proxy.record import route_label
 from router.proxy.sticky import ResponseHomes, find_response_id
 
@@ -107,7 +108,7 @@ def test_what_debug_route_takes_a_body_for() -> None:
     assert guess_endpoint(b'{"input":1}') == "/v1/responses"
     assert guess_endpoint(b"???") == "/v1/completions"
     with pytest.raises(ValueError, match="model"):
-        explain_request(None, None, b'{"messages":[]}')
+        explain_request(None, (), b'{"messages":[]}')
 
 
 @pytest.mark.parametrize(
