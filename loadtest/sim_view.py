@@ -5,7 +5,7 @@ in seconds; tests/sim/test_equivalence.py runs the real keys, wire and Ledger be
 May import: the standard library, msgspec, router.core, router.policy, router.fleet.bookings.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -118,8 +118,7 @@ class RouterView:
         self.others: list[Shared] = []
         self.exchanging = False
         self._predict = predict
-        self._predicted: dict[int, int] = {}
-        self._counts: dict[tuple[int, int], int] = {}
+        self._predicted: dict[int, Counter[int]] = {}  # pod -> block -> choices that say it is there
         self._ending: deque[tuple[float, Prediction]] = deque()
         self._ending_heard: deque[tuple[float, Prediction]] = deque()
         self._untold: list[Prediction] = []
@@ -141,10 +140,11 @@ class RouterView:
                 self._end(note)
         get = self.index.bitmaps.get
         found = depths((get(h, 0) for h in hashes), live)
-        if self._predicted:
-            get = self._predicted.get
-            for pod, depth in depths((get(h, 0) for h in hashes), live).items():
-                if depth > found.get(pod, 0):
+        for pod, said in self._predicted.items():
+            reported = found.get(pod, 0)
+            if live >> pod & 1 and reported < len(hashes) and hashes[reported] in said:
+                depth = next((i for i, h in enumerate(hashes) if h not in said), len(hashes))
+                if depth > reported:
                     found[pod] = depth
         return found
 
@@ -168,13 +168,8 @@ class RouterView:
                 self._ending_heard.append((now_s + HEARD_TTL_S, heard))
 
     def _count(self, note: Prediction) -> None:
-        pod, hashes = note.pod, note.hashes
         if self._predict:
-            bit, counts, predicted = 1 << pod, self._counts, self._predicted
-            for h in hashes:
-                key = (pod, h)
-                counts[key] = counts.get(key, 0) + 1
-                predicted[h] = predicted.get(h, 0) | bit
+            self._predicted.setdefault(note.pod, Counter()).update(note.hashes)
 
     def settle(self, note: Prediction, over_s: float) -> None:
         """The first token is out (or the request ended): forget the prediction at `over_s`."""
@@ -185,22 +180,18 @@ class RouterView:
     def _end(self, note: Prediction) -> None:
         if not self._predict:
             return
-        counts, pod = self._counts, note.pod
+        said = self._predicted[note.pod]
         for h in note.hashes:
-            left = counts.get((pod, h), 0) - 1
-            if left > 0:
-                counts[pod, h] = left
-            elif left == 0:
-                self.unpredict(pod, h)
+            n = said.get(h, 0)
+            if n > 1:
+                said[h] = n - 1
+            elif n:
+                del said[h]
 
     def unpredict(self, pod: int, h: int) -> None:
         """The engine evicted it: the memory goes at once."""
-        if self._counts.pop((pod, h), 0):
-            left = self._predicted.get(h, 0) & ~(1 << pod)
-            if left:
-                self._predicted[h] = left
-            else:
-                self._predicted.pop(h, None)
+        if pod in self._predicted:
+            self._predicted[pod].pop(h, None)
 
     def candidate(self, pod: int, worker: WorkerAddress, matched_tokens: int, rate: float) -> Candidate:
         """The pod as the policy may see it."""
