@@ -48,9 +48,7 @@ class BlockPool:
     def match(self, hashes: Sequence[int], limit_blocks: int) -> list[int]:
         """The longest run of blocks from the chain's start that is in the table; the oldest copy of each."""
         found: list[int] = []
-        get = self.table.get
-        for h in hashes[:limit_blocks]:
-            copies = get(h)
+        for copies in map(self.table.get, hashes[:limit_blocks]):
             if copies is None:
                 break
             found.append(copies if isinstance(copies, int) else next(iter(copies)))

@@ -7,6 +7,7 @@ May import: the standard library, msgspec, router.core, router.policy, router.fl
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import cast
 
 import msgspec
@@ -139,7 +140,7 @@ class RouterView:
                 note.over = True
                 self._end(note)
         get = self.index.bitmaps.get
-        found = depths((get(h, 0) for h in hashes), live)
+        found = depths(map(get, hashes, repeat(0)), live)
         for pod, said in self._predicted.items():
             reported = found.get(pod, 0)
             if live >> pod & 1 and reported < len(hashes) and hashes[reported] in said:
@@ -186,7 +187,7 @@ class RouterView:
             if n > 1:
                 said[h] = n - 1
             elif n:
-                del said[h]
+                said.pop(h)  # Counter's own `del` is slow
 
     def unpredict(self, pod: int, h: int) -> None:
         """The engine evicted it: the memory goes at once."""
