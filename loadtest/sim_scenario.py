@@ -73,6 +73,8 @@ def load_regime(name_or_path: str) -> Regime:
 def setup(regime: Regime, profile: Profile) -> Setup:
     """The world of a regime with a profile's pods."""
     world = regime.world
+    stretch = REFERENCE_PREFILL_TOKENS_PER_S / profile.prefill_tokens_per_s if regime.scale_rates else 1.0
+    events = (msgspec.structs.replace(e, at_s=e.at_s * stretch) for e in regime.events)
     if regime.max_model_len_tokens:
         profile = msgspec.structs.replace(profile, max_model_len_tokens=regime.max_model_len_tokens)
     if world.kv_tokens_per_pod:
@@ -87,7 +89,7 @@ def setup(regime: Regime, profile: Profile) -> Setup:
         exchange_interval_s=world.exchange_interval_s or None,
         slow_pods={int(pod): factor for pod, factor in world.slow_pods.items()},
         rate_tokens_per_s=world.rate_tokens_per_s,
-        events=tuple(regime.events),
+        events=tuple(events),
         shortlist=world.shortlist or None,
         overload_prefill_s=world.overload_prefill_s,
     )

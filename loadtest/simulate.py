@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from loadtest import sim_scenario as regimes
+from loadtest import workload
 from loadtest.profile import Profile, load_profile
 from loadtest.sim_policies import FACTORIES
 from loadtest.sim_report import (
@@ -27,7 +28,7 @@ from loadtest.sim_report import (
     table,
 )
 from loadtest.sim_world import Outcome, Setup, Simulation
-from loadtest.workload import ladder
+from router.policy.pick import Costs
 
 _T = TypeVar("_T")
 PUBLISHED_SCRAPE_S = 0.05  # how often the published scheduler reads the pods' metrics
@@ -51,7 +52,12 @@ class Result(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--scenario", action="append", metavar="NAME", help="name or .toml file; repeatable; 'all'")
-    parser.add_argument("--policy", action="append", metavar="NAME", help="repeatable; 'all'; NAME+oracle: with truth")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="repeatable; 'all'; NAME+oracle: with truth; NAME:alpha=0,predict=0: with other costs or knowledge",
+    )
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 1..N (default 1)")
     parser.add_argument("--profile", metavar="NAME", help="another kind of pod, rates scaled to it")
     parser.add_argument("--pods", type=int, help="another number of pods")
@@ -158,19 +164,13 @@ def run_one(
     *,
     explain: int = 0,
     traces: Path = regimes.TRACES_DIR,
+    share: float = 1.0,
 ) -> tuple[Result, Outcome]:
-    """One run. Raises ValueError for an unknown rule."""
-    name = rule.removesuffix(ORACLE_SUFFIX)
-    if name not in FACTORIES:
-        raise ValueError(f"no rule {name!r}; known: {', '.join(FACTORIES)}")
-    world = regimes.setup(scenario, profile)
-    if rule.endswith(ORACLE_SUFFIX):
-        world = msgspec.structs.replace(world, knowledge="oracle")
-    if name.startswith("precise"):
-        world = msgspec.structs.replace(world, scrape_interval_s=min(world.scrape_interval_s, PUBLISHED_SCRAPE_S))
-    sessions = regimes.build(scenario, profile, seed, traces)
+    """One run over the first `share` of the scenario. Raises ValueError for an unknown rule."""
+    name, world, costs = _arm(rule, regimes.setup(scenario, profile))
+    sessions = workload.shortened(regimes.build(scenario, profile, seed, traces), share)
     begun = time.process_time()
-    outcome = Simulation(world, sessions, FACTORIES[name](), seed, explain=explain).run()
+    outcome = Simulation(world, sessions, FACTORIES[name](), seed, costs=costs, explain=explain).run()
     result = Result(
         scenario.name,
         rule,
@@ -185,6 +185,27 @@ def run_one(
     return result, outcome
 
 
+def _arm(rule: str, world: Setup) -> tuple[str, Setup, Costs]:
+    """NAME[:FIELD=NUMBER,...][+oracle] -> the rule's name, its world, its costs. Raises ValueError."""
+    name, _, fields = rule.removesuffix(ORACLE_SUFFIX).partition(":")
+    if name not in FACTORIES:
+        raise ValueError(f"no rule {name!r}; known: {', '.join(FACTORIES)}")
+    costs = Costs()
+    for field, _, value in (f.partition("=") for f in fields.split(",") if f):
+        if field in Costs.__struct_fields__:
+            costs = msgspec.structs.replace(costs, **{field: float(value)})
+        elif field in Setup.__struct_fields__:
+            kind = type(getattr(world, field))
+            world = msgspec.structs.replace(world, **{field: kind(float(value))})
+        else:
+            raise ValueError(f"rule {rule!r}: no field {field!r} in Costs or Setup")
+    if rule.endswith(ORACLE_SUFFIX):
+        world = msgspec.structs.replace(world, knowledge="oracle")
+    if name.startswith("precise"):
+        world = msgspec.structs.replace(world, scrape_interval_s=min(world.scrape_interval_s, PUBLISHED_SCRAPE_S))
+    return name, world, costs
+
+
 def accept(profile_name: str, seeds: int) -> int:
     """The published ladder at full length, precise (3:2:2) and cache-blind (random), against the tables."""
     profile = load_profile(profile_name)
@@ -194,7 +215,7 @@ def accept(profile_name: str, seeds: int) -> int:
         arms: dict[str, list[Row]] = {}
         for rule in ("precise-3-2-2", "random"):
             world = Setup(profile=profile, scrape_interval_s=PUBLISHED_SCRAPE_S)
-            arms[rule] = rows(Simulation(world, ladder(seed), FACTORIES[rule](), seed).run(), world.pods)
+            arms[rule] = rows(Simulation(world, workload.ladder(seed), FACTORIES[rule](), seed).run(), world.pods)
         verdicts = acceptance(arms["precise-3-2-2"], arms["random"])
         missed += sum(not v.within for v in verdicts)
         print(f"\nseed {seed}")

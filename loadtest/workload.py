@@ -326,6 +326,20 @@ def mixed(name: str, parts: Sequence[Workload]) -> Workload:
     return _one_stage(name, sessions, sum(w.stages[0].rate_per_s for w in parts), seconds)
 
 
+def shortened(built: Workload, share: float) -> Workload:
+    """The first `share` of every stage: of its time, or of its sessions where they are not sent by time."""
+    return built if share >= 1 else Workload(built.name, tuple(_shortened_stage(s, share) for s in built.stages))
+
+
+def _shortened_stage(stage: Stage, share: float) -> Stage:
+    if stage.concurrency is not None:
+        kept = stage.sessions[: max(round(share * len(stage.sessions)), 1)]
+    else:
+        until_s = share * max(stage.seconds, max((s.start_s for s in stage.sessions), default=0.0))
+        kept = tuple(s for s in stage.sessions if s.start_s <= until_s)
+    return msgspec.structs.replace(stage, sessions=kept, seconds=share * stage.seconds)
+
+
 def token_ids(prompt: Iterable[Segment], vocab_size: int = 30_000, first_id: int = 1000) -> list[int]:
     """The prompt spelt out. Equal slices of a stream give equal ids."""
     ids: list[int] = []
