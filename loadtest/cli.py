@@ -13,7 +13,12 @@ COMMANDS = {
     "report": ("loadtest.compare", "add_report_arguments", "run_report", "make the reports again from a saved JSON"),
     "fleet": ("loadtest.fleet.launch", "add_arguments", "run", "start emulated vLLM pods"),
     "simulate": ("loadtest.simulate", "add_arguments", "run", "a fleet in virtual time, no sockets"),
-    "matrix": ("loadtest.matrix", "add_arguments", "run", "every regime under every rule; does the default lose anywhere?"),
+    "matrix": (
+        "loadtest.matrix",
+        "add_arguments",
+        "run",
+        "every regime under every rule; does the default lose anywhere?",
+    ),
     "calibrate": ("loadtest.calibrate", "add_arguments", "run", "measure a pod's constants for a profile"),
     "demo": ("loadtest.demo", "add_arguments", "run", "random against prefix routing on emulated pods"),
 }

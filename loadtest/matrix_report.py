@@ -227,5 +227,5 @@ def csv_table(runs: Sequence[Run]) -> str:
     return out.getvalue()
 
 
-def _values(run: Run) -> array[float]:
+def _values(run: Run) -> Sequence[float]:
     return array("f", run.ttft_s)
