@@ -1,4 +1,4 @@
-"""`warmroute loadtest matrix`: every regime under every rule on every judged profile, and whether `prefix` loses anywhere.
+"""`warmroute loadtest matrix`: every regime under every rule on every judged profile: does `prefix` lose anywhere?
 
 Each run is kept in a file of its own and not made again, so that a change of one rule costs that rule's runs only
 (`--again RULE`). May import: the standard library, msgspec, loadtest.*.

@@ -19,6 +19,7 @@ ORACLE_SUFFIX = "+oracle"
 ALLOWED_RATIO = 0.10  # of the best rule's percentile; or one decode step where that is more
 BLOCKS_PER_RUN = 20  # requests that follow each other share a queue: the bootstrap draws runs of them, not single ones
 RESAMPLES = 1000
+MEANS = ("hit_ratio", "output_tokens_per_s", "imbalance")  # of a row, over the seeds
 FLOOR_S = 0.01  # percentiles below are alike
 
 
@@ -211,19 +212,15 @@ def csv_table(runs: Sequence[Run]) -> str:
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n").writerow
     write(
-        "profile regime rule seeds requests ttft_p50_s ttft_p90_s ttft_p99_s hit_ratio output_tokens_per_s imbalance "
-        "failed cpu_s".split()
+        [*Cell.__struct_fields__[:3], "seeds", "requests", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", *MEANS, "failed"]
     )
     for (profile, scenario), rules in by_regime(runs).items():
         for rule, some in rules.items():
             rows = [r.row for r in some]
             percentiles = [f"{pooled_s(some, p):.4g}" for p in (0.5, 0.9, 0.99)]
-            write(
-                [profile, scenario, rule, len(some), sum(r.requests for r in rows), *percentiles]
-                + [f"{mean(r.hit_ratio for r in rows):.4f}", f"{mean(r.output_tokens_per_s for r in rows):.1f}"]
-                + [f"{mean(r.imbalance for r in rows):.3f}", sum(r.failed for r in rows)]
-                + [f"{mean(r.cpu_s for r in some):.2f}"]
-            )
+            means = [f"{mean(getattr(r, field) for r in rows):.4g}" for field in MEANS]
+            counts = len(some), sum(r.requests for r in rows)
+            write([profile, scenario, rule, *counts, *percentiles, *means, sum(r.failed for r in rows)])
     return out.getvalue()
 
 
