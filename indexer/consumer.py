@@ -1,7 +1,9 @@
 """One worker's scribe: what its source receives goes through its Ledger into the index.
 
-Two tasks besides the receiving one: `_learn` keeps the Ledger true and never waits for the store; `_write` brings the
-store after it, and when the store was away or lost everything, fills it again from the Ledger.
+The ordinary next batch is learnt in the step that received it, and written in it too where the store takes it at once:
+a request looked up afterwards sees it. For all else there are two tasks besides the receiving one: `_learn` keeps the
+Ledger true and never waits for the store; `_write` brings the store after it, and when the store was away or lost
+everything, fills it again from the Ledger.
 May import: indexer.source, indexer.plan, indexer.wire, router.core, router.index.
 """
 
@@ -22,7 +24,7 @@ from indexer.snapshot import pack, unpack
 from indexer.source import Connected, Dropped, Inbox, Item, Live, ReplayFailed, Source
 from indexer.wire import Batch, WireError, decode
 from router.core.types import TIERS, Add, BlockKey, Clear, Clock, IndexOp, IndexUnavailable, WorkerId
-from router.index.port import IndexWriter, SlotLost, SnapshotStore
+from router.index.port import ImmediateWriter, IndexWriter, SlotLost, SnapshotStore
 
 log = logging.getLogger("warmroute.indexer")
 
@@ -69,6 +71,10 @@ class Consumer:
         self._inbox, self._writer, self._mint, self._clock = inbox, writer, mint, clock
         self._observer, self._limits = observer, limits
         self._snapshots = snapshots
+        self._immediate = writer if isinstance(writer, ImmediateWriter) else None
+        self._idle = False  # the learner waits for something to learn
+        self._written = False  # the writer waits for something to write
+        inbox.taker = self._at_once
         self._snapshot_seq = -1
         self._caught_up = asyncio.Event()
         self._connection = -1  # only messages of this connection count
@@ -116,7 +122,9 @@ class Consumer:
     async def _learn(self) -> None:
         turn_ends_s = self._clock() + self._limits.turn_s
         while True:
+            self._idle = True
             item = await self._next()
+            self._idle = False
             if item is not None:
                 await self._learn_one(item)
             self._plan_retry()
@@ -135,6 +143,22 @@ class Consumer:
                 return await self._inbox.get()
         except TimeoutError:
             return None
+
+    def _at_once(self, item: Item) -> bool:
+        """The batch after the last one, with nothing waiting: it needs no task's turn. False: it does."""
+        if not self._idle or not isinstance(item, Live) or item.connection != self._connection or self.ledger.short:
+            return False
+        if self.ledger.last_seq < 0 or item.seq != self.ledger.last_seq + 1:
+            return False
+        try:
+            batch = decode(item.payload)
+        except WireError:
+            return False  # the learner says so, and asks for it again
+        self.last_event_s = self._clock()
+        told = self.ledger.receive(item.seq, batch, _digest(item.payload))
+        assert isinstance(told, list)
+        self._put(told)
+        return True
 
     async def _learn_one(self, item: Item) -> None:
         if isinstance(item, Live):
@@ -254,6 +278,8 @@ class Consumer:
     # -- writing ----------------------------------------------------------------------------------------------
 
     def _put(self, ops: list[IndexOp]) -> None:
+        if not ops or self._written_at_once(ops):
+            return
         for op in ops:
             if isinstance(op, Clear):
                 self._observer.count("clears")
@@ -266,8 +292,21 @@ class Consumer:
             self._renew = True
         if self._renew:
             self._forget_pending()  # the Ledger is written whole
-        if ops:
+        self._wake.set()
+
+    def _written_at_once(self, ops: list[IndexOp]) -> bool:
+        """True if the store has them now. False: they are for the writer, which meets the same error and sees to it."""
+        if self._immediate is None or self._worker is None or not self._written:
+            return False
+        if self._renew or self._pending or any(isinstance(op, Clear) for op in ops):
+            return False
+        try:
+            self._immediate.apply_now(self._worker, ops)
+        except (SlotLost, IndexUnavailable):
+            return False
+        if self.ledger.block_size_tokens != self._told_size:
             self._wake.set()
+        return True
 
     def _forget_pending(self) -> None:
         self._pending.clear()
@@ -305,7 +344,9 @@ class Consumer:
                 log.info("the shared index is written again", extra={"fields": {"worker": str(self.address)}})
             backoff_s, failing = 0.05, False
             if not self._renew and not self._pending:
+                self._written = True
                 await self._wake.wait()
+                self._written = False
             self._wake.clear()
 
     async def _write_all(self) -> None:

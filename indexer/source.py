@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 import msgspec
 import zmq
@@ -21,8 +21,8 @@ from zmq.utils.monitor import parse_monitor_message
 from router.core.types import WorkerAddress
 
 _END = b"\xff" * 8
-_Plain = zmq.Socket[bytes]  # the same socket without asyncio, for taking what is there
-_SLICE = 256  # messages taken before others get a turn
+_Plain = zmq.Socket[bytes]  # without asyncio's futures: what is there is taken in the step that learns of it
+_SLICE = 64  # messages taken before others get a turn
 _OVER = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -87,7 +87,12 @@ class ReplayFailed(Exception):
 
 
 class Inbox:
-    """What was received and not yet learnt; bounded in messages and bytes. One producer, one consumer."""
+    """What was received and not yet learnt; bounded in messages and bytes. One producer, one consumer.
+
+    `taker` is offered each item that would be the only one here; it says whether it took it.
+    """
+
+    taker: Callable[[Item], bool] | None = None
 
     def __init__(self, max_messages: int = 100_000, max_bytes: int = 64 << 20) -> None:
         self._max_messages, self._max_bytes = max_messages, max_bytes
@@ -101,6 +106,8 @@ class Inbox:
 
     def put(self, item: Item) -> None:
         """Never waits. A Live that finds no room is dropped; the hole is marked once."""
+        if not self._items and self.taker is not None and self.taker(item):
+            return
         if isinstance(item, Live):
             if len(self._items) >= self._max_messages or self._bytes + len(item.payload) > self._max_bytes:
                 self.dropped_messages += 1
@@ -147,17 +154,16 @@ class Source:
         self.spec, self.connected, self.connections = spec, False, 0
         self.last_error: str | None = None
         self._inbox, self._context, self._times, self._on_malformed = inbox, context, times, on_malformed
-        self._again = asyncio.Event()
+        self._over: asyncio.Future[None] | None = None  # done when the connection has ended
 
     def reconnect(self) -> None:
         """Give this connection up for a new one: what comes through it is of a process that is gone."""
-        self._again.set()
+        self._end()
 
     async def run(self) -> None:
         """Connect, receive, connect again, until cancelled."""
         pause_s = self._times.backoff_first_s
         while True:
-            self._again.clear()
             was_up = False
             try:
                 was_up = await self._one_connection()
@@ -169,51 +175,68 @@ class Source:
             await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
 
     async def _one_connection(self) -> bool:
-        sub = self._context.socket(zmq.SUB)
-        monitor: zmq.asyncio.Socket | None = None
+        """Until it ends. True if it was up."""
+        loop = asyncio.get_running_loop()
+        sub: _Plain = zmq.Socket(self._context, zmq.SUB)
+        monitor: _Plain = zmq.Socket(self._context, zmq.PAIR)
+        over = self._over = loop.create_future()
+
+        def look() -> None:
+            if over.done():
+                return
+            try:
+                if self._look(sub, monitor):
+                    loop.call_soon(look)
+            except Exception as exc:  # whoever runs this connection is told, not the loop
+                over.set_exception(exc)
+
         try:
             _bounded(sub, self._times)
             sub.setsockopt(zmq.RECONNECT_IVL, -1)
             sub.setsockopt(zmq.SUBSCRIBE, b"")
-            monitor = sub.get_monitor_socket(_OVER | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            monitor_at = f"inproc://monitor.{id(over)}"
+            sub.monitor(monitor_at, _OVER | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            monitor.connect(monitor_at)
             sub.connect(self.spec.events)
             self.connections += 1
-            return await self._receive(sub, monitor)
+            for socket in (sub, monitor):
+                loop.add_reader(socket.FD, look)
+            try:
+                loop.call_soon(look)  # libzmq tells each change once, perhaps before we listened
+                with _later(loop, self._times.connect_s, self._too_late):
+                    await over
+            finally:
+                for socket in (sub, monitor):
+                    loop.remove_reader(socket.FD)
+            return self.connected
         finally:
-            if monitor is not None:
-                sub.disable_monitor()
-                monitor.close(linger=0)  # pyzmq only forgets it
+            sub.disable_monitor()
+            monitor.close(linger=0)
             sub.close(linger=0)
 
-    async def _receive(self, sub: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> bool:
-        """Until the connection ends. True if it was up."""
-        poller = zmq.asyncio.Poller()
-        poller.register(sub, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        plain_sub: _Plain = zmq.Socket.shadow(sub.underlying)
-        plain_monitor: _Plain = zmq.Socket.shadow(monitor.underlying)
-        number = self.connections
-        loop = asyncio.get_running_loop()
-        up_by = loop.time() + self._times.connect_s
-        while not self._again.is_set():
-            await poller.poll(250)
-            for event in _monitor_events(plain_monitor):
-                if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self.connected, self.last_error = True, None
-                    self._inbox.put(Connected(number))
-                elif event & _OVER:
-                    if self.connected:
-                        self._take(plain_sub, number)  # what is left over after a slice is lost: replay has it
-                    else:
-                        self.last_error = f"{self.spec.events}: cannot connect"
-                    return self.connected
-            if self.connected:
-                if self._take(plain_sub, number):
-                    await asyncio.sleep(0)
-            elif loop.time() > up_by:
-                self.last_error = f"{self.spec.events}: no ZMQ handshake within {self._times.connect_s:g} s"
+    def _look(self, sub: _Plain, monitor: _Plain) -> bool:
+        """Take what is there, in the step in which the loop learnt of it. True if there may be more."""
+        for event in _monitor_events(monitor):
+            if event & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected, self.last_error = True, None
+                self._inbox.put(Connected(self.connections))
+            elif event & _OVER:
+                if self.connected:
+                    self._take(sub, self.connections)  # what is left over after a slice is lost: replay has it
+                else:
+                    self.last_error = f"{self.spec.events}: cannot connect"
+                self._end()
                 return False
-        return self.connected
+        return self.connected and self._take(sub, self.connections)
+
+    def _too_late(self) -> None:
+        if not self.connected:
+            self.last_error = f"{self.spec.events}: no ZMQ handshake within {self._times.connect_s:g} s"
+            self._end()
+
+    def _end(self) -> None:
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
     def _take(self, sub: _Plain, number: int) -> bool:
         """Receive what is there, at most a slice. True if there may be more."""
@@ -259,7 +282,16 @@ class Source:
             dealer.close(linger=0)
 
 
-def _bounded(socket: zmq.asyncio.Socket, times: SourceTimes) -> None:
+@contextlib.contextmanager
+def _later(loop: asyncio.AbstractEventLoop, delay_s: float, call: Callable[[], None]) -> Iterator[None]:
+    handle = loop.call_later(delay_s, call)
+    try:
+        yield
+    finally:
+        handle.cancel()
+
+
+def _bounded(socket: _Plain | zmq.asyncio.Socket, times: SourceTimes) -> None:
     """Room for a whole replay buffer (libzmq's default is 1,000 messages), and an end to every wait."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, 200_000)

@@ -88,6 +88,10 @@ class MemoryIndex:
 
     async def apply(self, worker: WorkerId, ops: Sequence[IndexOp]) -> None:
         """See IndexWriter. Raises SlotLost when this life of the worker is not the registered one."""
+        self.apply_now(worker, ops)
+
+    def apply_now(self, worker: WorkerId, ops: Sequence[IndexOp]) -> None:
+        """The same without a coroutine."""
         if self._lives.get(worker.address) != worker:
             raise SlotLost("unregistered")
         for op in ops:

@@ -58,6 +58,15 @@ class SnapshotStore(Protocol):
         ...
 
 
+@runtime_checkable
+class ImmediateWriter(Protocol):
+    """A store that is written without waiting: what it was told is found by the next lookup."""
+
+    def apply_now(self, worker: WorkerId, ops: Sequence[IndexOp]) -> None:
+        """As IndexWriter.apply."""
+        ...
+
+
 class IndexReader(Protocol):
     """What the router asks."""
 

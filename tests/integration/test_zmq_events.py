@@ -142,6 +142,21 @@ async def test_late_start_gap_and_replay_end_where_the_whole_stream_ends(
         assert scribe.state()["replays"] == before  # no second recovery without a new gap
 
 
+async def test_what_lies_at_the_socket_is_found_by_whatever_the_loop_does_next(
+    scribe: Scribe, publisher: Publisher
+) -> None:
+    """A router that was busy reads events and a request in one go: the request's lookup must see the events."""
+    publisher.publish(batch(1, 0))
+    scribe.indexer.set_pods([spec(publisher)])
+    await scribe.reached(0)
+    for block in (1, 2):
+        publisher.publish(batch(1, block))
+    time.sleep(0.5)  # the loop stands still; libzmq's own thread does not
+    await asyncio.sleep(0)  # the loop looks at its sockets
+    await asyncio.sleep(0)  # and calls whoever waits for them
+    assert scribe.depth(keys_of(1, 3)) == 3
+
+
 async def test_a_replay_that_begins_too_late_drops_what_is_uncertain(scribe: Scribe) -> None:
     with contextlib.closing(Publisher(buffer_batches=3)) as publisher:
         scribe.indexer.set_pods([spec(publisher)])

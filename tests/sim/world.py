@@ -273,6 +273,18 @@ class FlakyStore:
         return {k for k in KEYS.values() if address in self.index.holders_now([BlockKey(k)])}
 
 
+class ImmediateStore(FlakyStore):
+    """One that is written without waiting, when it can be."""
+
+    def apply_now(self, worker: WorkerId, ops: Sequence[IndexOp]) -> None:
+        world = self._world
+        if self.away or world.chance(world.store_failing):
+            raise IndexUnavailable("connection")
+        self.index.apply_now(worker, ops)
+        if world.chance(world.store_failing):
+            raise IndexUnavailable("deadline")
+
+
 class Pod:
     """An address with, at most times, a process behind it."""
 
@@ -366,7 +378,7 @@ class World:
             asyncio.set_event_loop(None)
 
     async def _run(self, steps: int) -> None:
-        self.store = FlakyStore(self)
+        self.store = ImmediateStore(self) if self.seed % 2 else FlakyStore(self)
         self.pods = [Pod(self, WorkerAddress(f"http://pod-{n}")) for n in range(2)]
         house = asyncio.create_task(self._keep_house())
         for pod in self.pods:

@@ -88,10 +88,10 @@ class Store(MemoryIndex):
             raise IndexUnavailable("connection")
         await super().register(worker)
 
-    async def apply(self, worker: WorkerId, ops: Sequence[IndexOp]) -> None:
+    def apply_now(self, worker: WorkerId, ops: Sequence[IndexOp]) -> None:
         if self.away:
             raise IndexUnavailable("connection")
-        await super().apply(worker, ops)
+        super().apply_now(worker, ops)
 
 
 class Bench:
@@ -157,6 +157,30 @@ def test_a_start_that_got_no_replay_is_tried_again_though_nothing_looks_wrong() 
         await asyncio.sleep(30)
         assert b.depth() == 2
         assert b.consumer.ledger.whole
+
+    run(scenario)
+
+
+def test_a_batch_is_found_in_the_step_that_received_it() -> None:
+    """A request that is looked up right after an event was read must see it: no task has its turn in between."""
+
+    async def scenario(b: Bench) -> None:
+        b.engine.buffer = [(0, payload(0))]
+        b.source.connect()
+        await asyncio.sleep(1)
+        b.source.live(1, payload(1))
+        b.source.live(2, payload(2))
+        assert b.depth() == 3
+        b.source.live(3, payload(2, removed=True))
+        assert b.depth() == 2
+        b.engine.buffer = [(i, payload(i)) for i in range(7)]
+        b.source.live(5, payload(5))  # a hole: this one and what comes behind it wait for the replay
+        b.source.live(6, payload(6))
+        assert b.depth() == 2
+        await asyncio.sleep(1)
+        assert b.depth() == 7
+        b.source.live(7, b"no batch")
+        assert b.consumer.status()["last_seq"] == 6
 
     run(scenario)
 
