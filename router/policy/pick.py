@@ -1,6 +1,6 @@
 """Unfit? What does it cost? Which? The only question the shell asks of this room is `pick()`. Pure.
 
-May import: the standard library, msgspec, router.core.
+May import: the standard library, msgspec, xxhash, router.core.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from random import Random
 from typing import Literal
 
 import msgspec
+import xxhash
 
 from router.core.types import WorkerAddress
 
@@ -33,7 +34,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     crowd_requests: int = 0  # in flight whose deepest known block is this request's
     sequence: int = 0  # counts requests, for round-robin
-    affinity: bytes = b""  # what consistent hashing hashes (first block key or session), b"" = none
+    affinity: bytes = b""  # its beginning (first block key or session): an order of workers of its own; b"" = none
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -46,6 +47,8 @@ class Costs(msgspec.Struct, frozen=True):
     w_kv_prompts: float = 0.85  # a full cache weighs as much as computing so many of this prompt
     placement_miss_ratio: float = 0.95  # above this share missing everywhere, place where least was placed
     placement_slack_ratio: float = 1.5
+    home_miss_ratio: float = 0.1  # up to this share missing at its holders, the quiet ones are taken in a fixed order
+    home_slack_requests: float = 8.0  # quiet: so many more in flight than on the quietest
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -109,7 +112,8 @@ def price(c: Candidate, m_min: int, request: RoutingRequest, costs: Costs) -> Te
 
 
 def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:
-    """The default, `prefix`: least J; a prompt nobody holds goes where least was placed lately, near the least J."""
+    """The default, `prefix`: least J; a prompt nobody holds goes where least was placed lately, near the least J; one
+    that is held whole goes home, see `_home`."""
     able = fit(candidates, request)
     if not able:
         return refuse(candidates)
@@ -131,8 +135,29 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
         reason = "placement"
     else:
         best = [c for p, c in priced if p == least]
+        if request.affinity and m_min <= costs.home_miss_ratio * request.prompt_tokens:
+            best = [_home(best, able, m_min, request, costs)]
     winner = best[0] if len(best) == 1 else rng.choice(best)
     return Chosen(worker=winner.worker, matched_tokens=winner.matched_tokens, reason=reason, price=least)
+
+
+def _home(
+    best: Sequence[Candidate], able: Sequence[Candidate], m_min: int, request: RoutingRequest, costs: Costs
+) -> Candidate:
+    """Of the cheapest and the quiet that hold as much: the first in the prompt's own order of workers.
+
+    Else a prefix that was hot once is kept warm everywhere by what is left of its load; so the copies that the load
+    does not need see no use and make room. Every router has the same order.
+    """
+    quiet = min(c.inflight_requests for c in able) + costs.home_slack_requests
+    holders = [
+        c
+        for c in able
+        if c.inflight_requests <= quiet
+        and uncached_tokens(c, request) == m_min
+        and c.booked_prefill_tokens <= m_min  # no more ahead than its own part
+    ]
+    return min((*best, *holders), key=lambda c: xxhash.xxh3_64_intdigest(request.affinity + str(c.worker).encode()))
 
 
 def refuse(candidates: Sequence[Candidate]) -> Refused:

@@ -87,16 +87,53 @@ def test_a_crowd_takes_the_price_off_one_more_copy() -> None:
     assert choose(pair, crowd_requests=200) == "cold-idle"
 
 
-def test_equal_workers_share_the_work() -> None:
-    """H65: ties are spread evenly; chi-square with 3 degrees of freedom, 0.1 % level."""
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param({"prompt_tokens": 100}, id="nobody holds any of it"),
+        pytest.param({"prompt_tokens": 0}, id="no ids are known"),
+        pytest.param({"prompt_tokens": 16_000}, id="all hold a part of it"),
+    ],
+)
+def test_ties_are_uniform(request_: dict[str, int]) -> None:
+    """H65: chi-square with 7 degrees of freedom over 8,000 choices, 0.1 % level."""
     rng = Random(7)
-    fleet = [worker(n) for n in "abcd"]
+    held = 8000 if request_["prompt_tokens"] > 8000 else 0
+    fleet = [worker(n, matched_tokens=held) for n in "abcdefgh"]
     counts: Counter[str] = Counter()
-    for _ in range(4000):
-        decision = pick(fleet, RoutingRequest(prompt_tokens=100), Costs(), rng)
+    for _ in range(8000):
+        decision = pick(fleet, RoutingRequest(**request_), Costs(), rng)  # type: ignore[arg-type]
         assert isinstance(decision, Chosen)
         counts[decision.worker.pod] += 1
-    assert sum((counts[n] - 1000) ** 2 / 1000 for n in "abcd") < 16.27
+    assert sum((counts[n] - 1000) ** 2 / 1000 for n in "abcdefgh") < 24.32
+
+
+def at_home(candidates: list[Candidate], prefix: bytes = b"prefix") -> str:
+    decision = pick(candidates, RoutingRequest(prompt_tokens=7000, affinity=prefix), Costs(), Random(1))
+    assert isinstance(decision, Chosen)
+    return decision.worker.pod
+
+
+def test_a_prompt_that_many_hold_whole_goes_to_its_first_quiet_holder() -> None:
+    """What is left of a load that was once high uses few of the copies that it made."""
+    fleet = [worker(n, matched_tokens=6900) for n in "abcd"]
+    first = at_home(fleet)
+    assert {at_home(fleet[i:] + fleet[:i]) for i in range(4)} == {first}, "the same for every router"
+
+    def with_first(**load: int) -> list[Candidate]:
+        return [worker(n, matched_tokens=6900, **(load if n == first else {})) for n in "abcd"]
+
+    assert at_home(with_first(inflight_requests=8)) == first
+    assert at_home(with_first(inflight_requests=9)) != first, "it is not quiet"
+    assert at_home(with_first(booked_prefill_tokens=101)) != first, "more is ahead than the request's own part"
+    assert at_home([c for c in fleet if c.worker.pod != first] + [worker(first, matched_tokens=6400)]) != first
+
+
+def test_the_homes_of_many_prompts_are_all_workers_alike() -> None:
+    """Chi-square with 7 degrees of freedom, 0.1 % level."""
+    fleet = [worker(n, matched_tokens=6900) for n in "abcdefgh"]
+    counts = Counter(at_home(fleet, prefix=i.to_bytes(8, "big")) for i in range(4000))
+    assert sum((counts[n] - 500) ** 2 / 500 for n in "abcdefgh") < 24.32
 
 
 def test_unknown_prompts_are_spread_by_requests_in_flight() -> None:
