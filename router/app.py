@@ -28,6 +28,7 @@ from router.index.local import LocalView
 from router.index.memory import MemoryIndex
 from router.ops import Metrics, setup_logging
 from router.policy.baselines import POLICIES
+from router.policy.trial import Control, another_policy, parse_control
 from router.process import cannot_listen, open_admin, run_on_uvloop, stop_signals
 from router.proxy import front
 from router.proxy.drain import drain
@@ -72,6 +73,7 @@ class Parts:
         )
         if settings.policy not in POLICIES:
             raise SettingsError(f"--policy {settings.policy!r} is not one of {', '.join(sorted(POLICIES))}")
+        control, shadow = trial(settings)
         # Memory mode: nobody else needs to know the seed. Shared index: everybody must use the same one.
         self.seed = settings.key_seed or ("" if settings.redis_url else secrets.token_hex(16))
         self.local = LocalView()
@@ -101,6 +103,8 @@ class Parts:
                 prefill_tokens_per_s=settings.prefill_tokens_per_s,
             ),
             peers=self.exchange.peers if self.exchange else None,
+            control=control,
+            shadow=shadow,
         )
 
     def _shared_index(self, url: str) -> RedisIndexReader:
@@ -173,6 +177,18 @@ class Parts:
         known = self.fleet.state.pods.get(pod)
         for worker in known.workers if known else (WorkerAddress(pod),):
             self.local.forget(worker)
+
+
+def trial(settings: ServeSettings) -> tuple[Control | None, str | None]:
+    """The control group and the shadow, if any. Raises SettingsError with the cure."""
+    policy, control, shadow = settings.policy, settings.control, settings.shadow
+    try:
+        return (
+            parse_control(control, policy=policy, known=POLICIES) if control else None,
+            another_policy(shadow, flag="--shadow", policy=policy, known=POLICIES) if shadow else None,
+        )
+    except ValueError as exc:
+        raise SettingsError(str(exc)) from exc
 
 
 def token_options(settings: ServeSettings) -> dict[str, ModelOptions]:

@@ -80,6 +80,8 @@ def show(answer: dict[str, Any]) -> None:
     choice = answer["choice"].get("reason")
     goes = f"to {answer['chosen_pod']} ({choice})" if answer["chosen_pod"] else f"refused ({choice})"
     console.print(f"model {answer['model']}, policy {answer['policy']}: {goes}", markup=False)
+    for line in _trial(answer):
+        console.print(line, markup=False)
     if not answer["workers"]:
         console.print("no pod that is known serves this model; /ready and /debug/pods say which pods there are and why")
         return
@@ -97,8 +99,32 @@ def show(answer: dict[str, Any]) -> None:
             f"{t['price']:.3f}",
         )
     console.print(table)
+    for row in answer["workers"]:
+        if any((theirs := row.get("peers") or {}).values()):
+            console.print(
+                f"of {row['pod'].removeprefix('http://')}, other routers have: {_counts(theirs)}", markup=False
+            )
     console.print(
         "price of the policy prefix = (queue + own + regret + KV) x company; the least wins (docs/policies.md)"
+    )
+
+
+def _trial(answer: dict[str, Any]) -> list[str]:
+    """What --control and --shadow add."""
+    lines = []
+    if control := answer.get("control"):
+        lines.append(f"control group: {control['share_ratio']:.2%} of the requests go by {control['policy']} instead")
+    if shadow := answer.get("shadow"):
+        reason = shadow["choice"].get("reason")
+        where = f"to {shadow['chosen_pod']}" if shadow["chosen_pod"] else "nowhere"
+        lines.append(f"shadow: policy {shadow['policy']} would have sent it {where} ({reason})")
+    return lines
+
+
+def _counts(theirs: dict[str, int]) -> str:
+    return (
+        f"{theirs['inflight_requests']} requests in flight, {theirs['prefill_tokens']} tokens to compute,"
+        f" {theirs['placed_tokens']} placed lately"
     )
 
 

@@ -121,6 +121,27 @@ class Metrics:
             "matched_tokens", "of those, tokens predicted to be in the chosen pod's cache", "policy"
         )
 
+        self.control_first_byte_seconds = self.histogram(
+            "control_first_byte_seconds",
+            "with --control: as first_byte_seconds, of prompts answered without an error, by who served them",
+            "arm",
+            "policy",
+        )
+        self.shadow_decisions = self.counter(
+            "shadow_decisions",
+            "with --shadow: choices that it made too, and whether it chose the same",
+            "policy",
+            "agrees",
+        )
+        self.shadow_prompt_tokens = self.counter(
+            "shadow_prompt_tokens", "with --shadow: prompt tokens of those choices, where the exact ids are known"
+        )
+        self.shadow_matched_tokens = self.counter(
+            "shadow_matched_tokens",
+            "of those, tokens predicted to be in the cache that was chosen, and in the one the shadow would have",
+            "policy",
+        )
+
         # -- the fleet ----------------------------------------------------------------------------------------------
         self.pods = self.gauge("pods", "pods known, by whether they may get requests", "state")
         self.discovery_synced = self.gauge("discovery_synced_seconds", "when pods were last listed (Unix time)", "kind")

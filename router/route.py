@@ -2,7 +2,7 @@
 
 `prepare` may wait (tokenizer, index); `choose` never does: between looking at the bookings and adding to them nothing
 else runs, so that a burst of siblings sees each other.
-May import: router.tokenize, router.index, router.fleet, router.policy, router.core, router.ops. Never HTTP.
+May import: router.tokenize, router.index, router.fleet, router.policy, router.core, router.ops, router.shadow. No HTTP.
 """
 
 from __future__ import annotations
@@ -25,9 +25,21 @@ from router.index.local import LocalView
 from router.index.port import Held, IndexReader
 from router.ops import Metrics
 from router.peers import Peers
-from router.policy.pick import Candidate, Chosen, Costs, Policy, Refused, RoutingRequest, price, uncached_tokens
+from router.policy.pick import (
+    Candidate,
+    Chosen,
+    Costs,
+    Decision,
+    Policy,
+    Refused,
+    RoutingRequest,
+    price,
+    uncached_tokens,
+)
+from router.policy.trial import Arm, Control
 from router.prefixes import PrefixTable
 from router.roster import Entry, KeySpace, Roster
+from router.shadow import Shadow
 from router.tokenize.approximate import BLOCK_BYTES, canonical_prompt
 from router.tokenize.port import NoTokens, PromptTokens, Tokens
 
@@ -69,6 +81,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     tokens: PromptTokens | NoTokens | None
     chains: Mapping[KeySpace, Chain]
     sequence: int
+    policy: str | None = None  # another than the router's own: asked for, or drawn into the control group
+    arm: Arm | None = None  # None: no control group, or the request chose its policy itself
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -95,6 +109,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None  # None: token ids are not known
     matched_tokens: int | None  # prediction for this worker; None: token ids are not known
     indexed_tokens: int | None  # the part of it that the index alone has reported
+    arm: Arm | None = None  # with --control: served by the router's own policy, or by the control's
 
 
 class _View(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +149,8 @@ class Conductor:
         limits: RouteLimits | None = None,
         rng: random.Random | None = None,
         peers: Peers | None = None,
+        control: Control | None = None,
+        shadow: str | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -150,6 +167,8 @@ class Conductor:
         self._rng = rng or random.Random()
         self._peers = peers or Peers(b"")
         self._clock = clock
+        self._control = control
+        self._shadow = Shadow(shadow, policies[shadow], self._costs, metrics) if shadow is not None else None
         self._sequence = itertools.count()
         self._roots: dict[tuple[str, str | None], BlockKey] = {}
         self._roster = Roster(fleet)
@@ -175,7 +194,18 @@ class Conductor:
                 self._metrics.token_fallbacks.labels(reason=tokens.reason).inc()
             for space in self._roster.of(request.model).spaces:
                 chains[space] = await self._chain(space, request, tokens)
-        return Prepared(request=request, tokens=tokens, chains=chains, sequence=next(self._sequence))
+        policy, arm = self._draw(request)
+        return Prepared(
+            request=request, tokens=tokens, chains=chains, sequence=next(self._sequence), policy=policy, arm=arm
+        )
+
+    def _draw(self, request: RouteRequest) -> tuple[str | None, Arm | None]:
+        """Which policy serves it, and in which arm. Drawn once a request: a retry stays in its arm."""
+        if self._control is None or request.policy is not None:
+            return request.policy, None
+        if self._rng.random() < self._control.share_ratio:
+            return self._control.policy, "control"
+        return None, "main"
 
     async def _chain(self, space: KeySpace, request: RouteRequest, tokens: PromptTokens | NoTokens) -> Chain:
         if isinstance(tokens, NoTokens):
@@ -217,18 +247,22 @@ class Conductor:
 
     def choose(self, prepared: Prepared, *, exclude: Set[WorkerAddress] = frozenset()) -> Choice | Refused:
         """The worker, booked in the same step. `exclude`: tried before and failed."""
-        name = prepared.request.policy or self._policy
-        views = self._views(prepared, exclude, everybody=name != "prefix")
+        name = prepared.policy or self._policy
+        shadow = self._shadow if name == self._policy else None
+        views = self._views(prepared, exclude, everybody=name != "prefix" or shadow is not None)
         if not views and exclude:  # those worth a look have all been tried
             views = self._views(prepared, exclude, everybody=True)
         by_worker = {v.candidate.worker: v for v in views}
         crowd_key = _deepest(views)
         request = self._routing_request(prepared, crowd_key)
-        decision = self._policies[name]([v.candidate for v in views], request, self._costs, self._rng)
+        candidates = [v.candidate for v in views]
+        decision = self._policies[name](candidates, request, self._costs, self._rng)
         if isinstance(decision, Refused):
             self._metrics.refusals.labels(reason=decision.reason).inc()
             return decision
         view = by_worker[decision.worker]
+        if shadow is not None:
+            self._count_shadow(shadow, shadow.decide(candidates, request), prepared, view, by_worker)
         booking = self._book(prepared, view, crowd_key)
         if decision.reason == "placement":
             self.bookings.place(decision.worker, prepared.work_tokens)
@@ -239,6 +273,26 @@ class Conductor:
             deepest = max(v.gpu_tokens for v in views)
             self.prefixes.note(crowd_key, depth_tokens=deepest, saved_tokens=view.gpu_tokens)
         return self._choice(prepared, view, decision, name, booking)
+
+    def _count_shadow(
+        self,
+        shadow: Shadow,
+        decision: Decision,
+        prepared: Prepared,
+        served: _View,
+        views: Mapping[WorkerAddress, _View],
+    ) -> None:
+        if isinstance(decision, Refused):  # the serving policy found a worker among the same candidates
+            shadow.count(agrees=False)
+            return
+        shadow.count(agrees=decision.worker == served.candidate.worker)
+        if prepared.prompt_tokens is not None:
+            shadow.count_tokens(
+                serving=self._policy,
+                prompt_tokens=prepared.prompt_tokens,
+                served_tokens=served.gpu_tokens,
+                shadow_tokens=views[decision.worker].gpu_tokens,
+            )
 
     def _choice(self, prepared: Prepared, view: _View, decision: Chosen, policy: str, booking: Booking) -> Choice:
         known = prepared.prompt_tokens
@@ -255,6 +309,7 @@ class Conductor:
             prompt_tokens=known,
             matched_tokens=view.gpu_tokens if known is not None else None,
             indexed_tokens=view.indexed_tokens if known is not None else None,
+            arm=prepared.arm,
         )
 
     def _routing_request(self, prepared: Prepared, crowd_key: BlockKey | None) -> RoutingRequest:
@@ -355,7 +410,19 @@ class Conductor:
             "crowd_requests": routing.crowd_requests,
             "choice": msgspec.to_builtins(decision),
             "chosen_pod": _pod_name(views, decision),
+            "control": msgspec.to_builtins(self._control),
+            "shadow": self._shadow_shown(views, routing),
             "workers": [self._row(v, m_min, routing) for v in views],
+        }
+
+    def _shadow_shown(self, views: Sequence[_View], routing: RoutingRequest) -> dict[str, Any] | None:
+        if self._shadow is None:
+            return None
+        decision = self._shadow.decide([v.candidate for v in views], routing)
+        return {
+            "policy": self._shadow.name,
+            "choice": msgspec.to_builtins(decision),
+            "chosen_pod": _pod_name(views, decision),
         }
 
     def _row(self, view: _View, m_min: int, routing: RoutingRequest) -> dict[str, Any]:
@@ -372,6 +439,7 @@ class Conductor:
             "inflight_requests": c.inflight_requests,
             "kv_held_ratio": c.kv_held_ratio,
             "placed_tokens": c.placed_tokens,
+            "peers": msgspec.to_builtins(self._peers.load(c.worker, self._clock())),
             "terms": {**msgspec.structs.asdict(terms), "price": terms.price},
         }
 

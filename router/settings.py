@@ -133,6 +133,13 @@ class ServeSettings(CommonSettings):
     admin_on_main: bool = Field(False, description="serve /debug/* on the client port too")
     policy: str = Field("prefix", description="how a pod is chosen; docs/policies.md lists the rules")
     allow_policy_header: bool = Field(False, description="let the request header x-warmroute-policy choose a policy")
+    control: str | None = Field(
+        None,
+        description="POLICY:SHARE%, such as random:2%: a control group, to see what --policy gains on live traffic",
+    )
+    shadow: str | None = Field(
+        None, description="a policy that decides too and is only counted, to see what it would gain before it serves"
+    )
     decision_headers: bool = Field(
         False, description="put x-warmroute-* headers on replies: pod, policy, matched tokens, reason"
     )
@@ -284,6 +291,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[_Base]) -> None:
 
 _METAVARS = {
     "pod": "SPEC",
+    "control": "POLICY:SHARE%",
+    "shadow": "POLICY",
     "tokenizer": "MODEL=PATH_OR_ID",
     "chat_template": "MODEL=FILE",
     "chat_template_kwargs": "MODEL=JSON",

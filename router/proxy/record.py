@@ -1,6 +1,6 @@
 """What one request will be remembered by: metrics and one structured access line. No body, no header, no query (H15).
 
-May import: the standard library, router.ops, router.route (Choice).
+May import: the standard library, router.ops, router.policy (types), router.route (Choice).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import time
 from prometheus_client import Counter, Histogram
 
 from router.ops import Metrics, access
-from router.route import Choice
+from router.policy.trial import Arm
+from router.route import EXACT_ENDPOINTS, Choice
 
 ROUTES = (
     "/health",
@@ -59,6 +60,14 @@ class Meters:
         self._metrics = metrics
         self._counts: dict[tuple[str, int], Counter] = {}
         self._seconds: dict[str, tuple[Histogram, Histogram]] = {}
+        self._arms: dict[tuple[Arm, str], Histogram] = {}
+
+    def arm(self, arm: Arm, policy: str, first_byte_s: float) -> None:
+        """A prompt was answered in one of the two arms of --control."""
+        series = self._arms.get((arm, policy))
+        if series is None:
+            series = self._arms[arm, policy] = self._metrics.control_first_byte_seconds.labels(arm, policy)
+        series.observe(first_byte_s)
 
     def count(self, endpoint: str, status: int, duration_s: float, first_byte_s: float | None) -> None:
         """One request has ended. Both labels come from closed sets."""
@@ -121,8 +130,15 @@ class Record:
         """Count and log."""
         duration_s = time.monotonic() - self._began_s
         meters.count(self.endpoint, self.status, duration_s, self.first_byte_s)
+        if (choice := self.choice) is not None and choice.arm is not None and self._answered():
+            assert self.first_byte_s is not None
+            meters.arm(choice.arm, choice.policy, self.first_byte_s)
         if access.isEnabledFor(logging.INFO):
             access.info("request", extra={"fields": self._fields(duration_s)})
+
+    def _answered(self) -> bool:
+        """A prompt, and it got its answer: errors come early and would make an arm look fast."""
+        return self.first_byte_s is not None and self.status < 400 and self.endpoint in EXACT_ENDPOINTS
 
     def _fields(self, duration_s: float) -> dict[str, object]:
         fields: dict[str, object] = {
@@ -149,6 +165,8 @@ class Record:
                 "matched_tokens": choice.matched_tokens,
                 "attempts": self.attempts,
             }
+            if choice.arm is not None:
+                fields["arm"] = choice.arm
         if self.note:
             fields["note"] = self.note
         return fields

@@ -142,7 +142,7 @@ async def test_a_real_prometheus_answers_every_query_of_the_dashboard(tools: Pat
             for _ in range(2):
                 await cluster.add()
             args = ["serve", "--host=127.0.0.1", "--port=0", "--admin-port=0", f"--tokenizer=tiny={TINY_MODEL}"]
-            args += ["--discovery=kubernetes", "--selector=app=vllm"]
+            args += ["--discovery=kubernetes", "--selector=app=vllm", "--control=random:50%", "--shadow=least-loaded"]
             env = {"KUBECONFIG": str(api.kubeconfig(tmp_path))}
             async with warmroute(args, tmp_path / "router.log", **env) as router:
                 await router.listening("client", "admin")

@@ -34,6 +34,26 @@ def test_tokens_that_are_not_known_say_why(capsys: pytest.CaptureFixture[str]) -
     assert "tokens not known (no_tokenizer: loading)" in capsys.readouterr().out
 
 
+def test_a_trial_and_what_other_routers_have_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = answer()["workers"]
+    theirs = {"inflight_requests": 3, "prefill_tokens": 700, "placed_tokens": 0}
+    told = {
+        "control": {"policy": "random", "share_ratio": 0.005},
+        "shadow": {"policy": "least-loaded", "choice": {"reason": "load"}, "chosen_pod": "http://b:1"},
+        "workers": [{**row, "peers": theirs}],
+    }
+    explain.show(answer(**told))
+    printed = capsys.readouterr().out
+    assert "control group: 0.50% of the requests go by random instead" in printed
+    assert "shadow: policy least-loaded would have sent it to http://b:1 (load)" in printed
+    assert "other routers have: 3 requests in flight, 700 tokens to compute, 0 placed lately" in printed
+    explain.show(answer(control=None, shadow=None, workers=[{**row, "peers": dict.fromkeys(theirs, 0)}]))
+    printed = capsys.readouterr().out
+    assert "control group" not in printed
+    assert "shadow" not in printed
+    assert "other routers" not in printed
+
+
 def test_a_model_that_nobody_serves_gets_words_and_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
     explain.show(answer(choice={"reason": "no_worker"}, chosen_pod=None, workers=[]))
     printed = capsys.readouterr().out

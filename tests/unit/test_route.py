@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -40,7 +41,9 @@ class Away:
 class Town:
     """A fleet of ready pods, a memory index, a local view and a conductor."""
 
-    def __init__(self, pods: int = 2, *, block_sizes: Sequence[int] = (), index: IndexReader | None = None) -> None:
+    def __init__(
+        self, pods: int = 2, *, block_sizes: Sequence[int] = (), index: IndexReader | None = None, **trial: Any
+    ) -> None:
         self.now_s = 100.0
         self.fleet = Fleet(default_block_size_tokens=BLOCK, clock=lambda: self.now_s)
         for i in range(pods):
@@ -63,6 +66,7 @@ class Town:
             policy="prefix",
             seed="s",
             rng=random.Random(1),
+            **trial,
         )
 
     async def holds(self, pod: str, ids: Sequence[int], *, size: int = BLOCK, lora: str | None = None) -> None:
