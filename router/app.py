@@ -87,7 +87,7 @@ class Parts:
         self.index.listen(self.local)
         self.metrics.local_view_blocks.set_function(lambda: self.local.blocks)
         self.fleet.learn_block_sizes_from(lambda worker: self.index.block_sizes().get(worker))
-        self.exchange = self._exchange(settings.redis_url) if settings.redis_url else None
+        self.exchange = self._exchange(settings.redis_url) if settings.redis_url and settings.exchange_ms else None
         self.conductor = Conductor(
             fleet=self.fleet,
             tokens=self.tokens,
@@ -116,7 +116,11 @@ class Parts:
     def _exchange(self, url: str) -> Exchange:
         from router.exchange import Exchange
 
-        return Exchange(url, seed=self.seed, bookings=self.fleet.bookings, local=self.local)
+        interval_s = self.settings.exchange_ms / 1000
+        bookings, local = self.fleet.bookings, self.local
+        return Exchange(
+            url, seed=self.seed, bookings=bookings, local=local, metrics=self.metrics, interval_s=interval_s
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -1,7 +1,7 @@
 """Routers tell each other what they have under way, through a channel of the Redis that holds the index.
 
 Lossy on purpose: a message that does not arrive is out of date a tenth of a second later. Redis away: everybody counts
-alone, by scrapes. May import: router.peers, router.index, router.fleet, router.core, msgspec, redis.
+alone, by scrapes. May import: router.peers, router.index, router.fleet, router.core, router.ops, msgspec, redis.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from router.fleet.bookings import Bookings
 from router.index.link import Link
 from router.index.local import LocalView
 from router.index.lua import SCHEMA, fingerprint
+from router.ops import Metrics
 from router.peers import HEARD_TTL_S, Peers
 
-INTERVAL_S = 0.1
 ALONE_INTERVAL_S = 1.0  # while nobody else listens
 TELL_DEADLINE_S = 0.5
 RETRY_S = 0.5
+WHATS = ("told", "not_told", "not_understood")
 log = logging.getLogger("warmroute.exchange")
 
 
@@ -35,14 +36,25 @@ class Exchange:
     """Two tasks: one tells, one hears. `peers` is what came of it."""
 
     def __init__(
-        self, url: str, *, seed: str, bookings: Bookings, local: LocalView, clock: Callable[[], float] = time.monotonic
+        self,
+        url: str,
+        *,
+        seed: str,
+        bookings: Bookings,
+        local: LocalView,
+        metrics: Metrics,
+        interval_s: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.peers = Peers(secrets.token_bytes(8))
+        self.peers = Peers(secrets.token_bytes(8), interval_s=interval_s)
+        self._interval_s = interval_s
         self._link = Link(url, max_connections=1)
         self._channel = f"warmroute:{SCHEMA}:{fingerprint(seed)}:peers".encode()
         self._bookings, self._local, self._clock = bookings, local, clock
         self._tasks: list[asyncio.Task[None]] = []
-        self._told = self._failed = self._bad = 0
+        self._metrics = metrics
+        metrics.peers.set_function(lambda: self.peers.count(self._clock()))
+        metrics.peers_age_seconds.set_function(lambda: self.peers.age_s(self._clock()))
         self._listening = False
 
     async def start(self) -> None:
@@ -63,23 +75,23 @@ class Exchange:
         """For /debug/pods."""
         return {
             "peers": self.peers.count(self._clock()),
+            "oldest_age_s": round(self.peers.age_s(self._clock()), 3),
             "listening": self._listening,
-            "told": self._told,
-            "not_told": self._failed,
-            "not_understood": self._bad,
+            "interval_ms": round(self._interval_s * 1000, 3),
+            **{what: int(self._metrics.value("warmroute_peer_messages_total", what=what)) for what in WHATS},
         }
 
     async def _tell_for_ever(self) -> None:
         while True:
-            interval_s = ALONE_INTERVAL_S
+            interval_s = max(ALONE_INTERVAL_S, self._interval_s)
             message = self.peers.tell(self._bookings)
             try:
                 listeners = await self._link.call(("PUBLISH", self._channel, message), deadline_s=TELL_DEADLINE_S)
-                self._told += 1
+                self._metrics.peer_messages.labels("told").inc()
                 if int(listeners[0]) > int(self._listening):
-                    interval_s = INTERVAL_S
+                    interval_s = self._interval_s
             except (IndexUnavailable, TypeError, ValueError):  # away, or not allowed to publish
-                self._failed += 1
+                self._metrics.peer_messages.labels("not_told").inc()
             await asyncio.sleep(interval_s)
 
     async def _hear_for_ever(self) -> None:
@@ -105,7 +117,7 @@ class Exchange:
         try:
             heard = self.peers.hear(message, self._clock())
         except msgspec.DecodeError:  # another version's; our own schema is part of the channel's name
-            self._bad += 1
+            self._metrics.peer_messages.labels("not_understood").inc()
             return
         for choice in heard:
             self._local.heard(choice.worker, choice.keys, ttl_s=HEARD_TTL_S)

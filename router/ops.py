@@ -142,6 +142,12 @@ class Metrics:
             "policy",
         )
 
+        self.peers = self.gauge("peers", "other routers whose load and choices are known and fresh")
+        self.peers_age_seconds = self.gauge(
+            "peers_age_seconds", "age of the last message of the one of them heard of longest ago"
+        )
+        self.peer_messages = self.counter("peer_messages", "messages between routers, by what became of them", "what")
+
         # -- the fleet ----------------------------------------------------------------------------------------------
         self.pods = self.gauge("pods", "pods known, by whether they may get requests", "state")
         self.discovery_synced = self.gauge("discovery_synced_seconds", "when pods were last listed (Unix time)", "kind")

@@ -12,7 +12,8 @@ import msgspec
 from router.core.types import BlockKey, WorkerAddress
 from router.fleet.bookings import Bookings
 
-STALE_AFTER_S = 1.0
+STALE_AFTER_S = 1.0  # at the usual pace; at a slower one after STALE_AFTER_TELLS of it
+STALE_AFTER_TELLS = 4
 HEARD_TTL_S = 3.0  # how long a peer's choice counts as a prediction: first tokens are not told
 NOTES_MAX_BYTES = 1 << 20  # of keys in one message; what is beyond is not told
 CROWDS_MAX = 256
@@ -69,8 +70,9 @@ _decode = msgspec.msgpack.Decoder(Told).decode
 class Peers:
     """This router among others. Times are monotonic seconds, handed in. `router` b"": there are no others."""
 
-    def __init__(self, router: bytes) -> None:
+    def __init__(self, router: bytes, *, interval_s: float = 0.1) -> None:
         self.router = router
+        self._stale_after_s = max(STALE_AFTER_S, STALE_AFTER_TELLS * interval_s)
         self._last: dict[bytes, tuple[float, Told]] = {}
         self._notes: list[Note] = []
         self._notes_bytes = 0
@@ -125,13 +127,18 @@ class Peers:
         self._age(now_s)
         return len(self._last)
 
+    def age_s(self, now_s: float) -> float:
+        """How old the oldest thing is that counts: the last message of the fresh peer heard of longest ago; 0: none."""
+        self._age(now_s)
+        return max((now_s - at for at, _ in self._last.values()), default=0.0)
+
     def _age(self, now_s: float) -> None:
         if self._last and now_s > self._fresh_until_s:
             self._sum_up(now_s)
 
     def _sum_up(self, now_s: float) -> None:
-        self._last = {r: (at, t) for r, (at, t) in self._last.items() if now_s - at <= STALE_AFTER_S}
-        self._fresh_until_s = min((at for at, _ in self._last.values()), default=now_s) + STALE_AFTER_S
+        self._last = {r: (at, t) for r, (at, t) in self._last.items() if now_s - at <= self._stale_after_s}
+        self._fresh_until_s = min((at for at, _ in self._last.values()), default=now_s) + self._stale_after_s
         loads: dict[WorkerAddress, PeersLoad] = {}
         crowds: dict[BlockKey, int] = {}
         for _, told in self._last.values():

@@ -179,6 +179,12 @@ class ServeSettings(CommonSettings):
     index_deadline_ms: float = Field(
         20.0, gt=0, description="limit of a lookup in Redis; after it the local view alone decides"
     )
+    exchange_ms: float = Field(
+        100.0,
+        ge=0,
+        le=2000,
+        description="how often routers of one --redis-url tell each other their load and choices; 0: never",
+    )
     prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="R: a pod's prefill rate before it is learnt")
     local_ttl_s: float = Field(
         30.0, gt=0, description="how long a routed prefix counts before events or a first token confirm it"

@@ -12,6 +12,7 @@ from router.core.types import BlockKey, WorkerAddress
 from router.exchange import Exchange
 from router.fleet.bookings import Bookings
 from router.index.local import LocalView
+from router.ops import Metrics
 from tests.fakes.redis_servers import ENGINES, Server, running
 
 A = WorkerAddress("http://a")
@@ -32,9 +33,11 @@ async def until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def router(url: str, seed: str = "s") -> AsyncIterator[tuple[Exchange, Bookings, LocalView]]:
-    bookings, local = Bookings(), LocalView()
-    exchange = Exchange(url, seed=seed, bookings=bookings, local=local)
+async def router(
+    url: str, seed: str = "s", *, metrics: Metrics | None = None, interval_s: float = 0.1
+) -> AsyncIterator[tuple[Exchange, Bookings, LocalView]]:
+    bookings, local, metrics = Bookings(), LocalView(), metrics or Metrics()
+    exchange = Exchange(url, seed=seed, bookings=bookings, local=local, metrics=metrics, interval_s=interval_s)
     await exchange.start()
     try:
         yield exchange, bookings, local
@@ -64,3 +67,20 @@ async def test_redis_goes_and_comes_back(server: Server) -> None:
         await until(lambda: one.status()["peers"] == 0 and two.status()["peers"] == 0)
         server.start()
         await until(lambda: one.status()["peers"] == 1 and two.status()["peers"] == 1)
+
+
+async def test_metrics_say_who_is_heard_how_old_it_is_and_what_was_not_understood(server: Server) -> None:
+    metrics = Metrics()
+    async with router(server.url, metrics=metrics, interval_s=0.05) as (one, _, _):
+        assert (metrics.value("warmroute_peers"), metrics.value("warmroute_peers_age_seconds")) == (0, 0)
+        async with router(server.url, interval_s=0.05):
+            await until(lambda: metrics.value("warmroute_peers") == 1)
+            assert 0 <= metrics.value("warmroute_peers_age_seconds") <= 1.0
+            await until(lambda: metrics.value("warmroute_peer_messages_total", what="told") >= 2)
+            await one._link.call(("PUBLISH", one._channel, b"\xc1"), deadline_s=5.0)
+            await until(lambda: metrics.value("warmroute_peer_messages_total", what="not_understood") == 1)
+        assert one.status()["not_understood"] == 1
+        assert one.status()["interval_ms"] == 50
+        server.stop()
+        await until(lambda: metrics.value("warmroute_peer_messages_total", what="not_told") >= 1)
+        await until(lambda: metrics.value("warmroute_peers") == 0)

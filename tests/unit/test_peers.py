@@ -58,6 +58,15 @@ def test_choices_are_told_once_and_only_when_they_are_news() -> None:
     assert me.hear(one.tell(Bookings()), now_s=1.1) == []
 
 
+def test_at_a_slower_pace_peers_stay_fresh_for_longer_and_the_oldest_is_told() -> None:
+    slow = Peers(b"me", interval_s=2.0)
+    assert slow.age_s(0.0) == 0.0
+    slow.hear(Peers(b"one").tell(Bookings()), now_s=10.0)
+    slow.hear(Peers(b"two").tell(Bookings()), now_s=13.0)
+    assert (slow.count(14.0), slow.age_s(14.0)) == (2, 4.0)
+    assert (slow.count(18.5), slow.age_s(18.5)) == (1, 5.5)
+
+
 def test_a_message_is_bounded() -> None:
     one = Peers(b"one")
     for _ in range(2 * NOTES_MAX_BYTES // (8 * len(KEYS))):
