@@ -362,8 +362,7 @@ class Conductor:
         settle: Callable[[], None] | None = None
         unsay: Callable[[], None] | None = None
         if chain is not None and chain.keys:
-            fresh = chain.keys[self._local.depth(worker, chain.keys) :]
-            end_s = self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
+            noted = self._local.note(worker, chain.keys, ttl_s=self._limits.local_ttl_s)
             if chain.exact:
                 self._peers.chose(worker, chain.keys, view.gpu_tokens // chain.block_size_tokens)
             # A worker whose events never came (wrong port, endpoint without *) is as good as one without any; one of
@@ -375,10 +374,10 @@ class Conductor:
             ttl_s = self._limits.local_ttl_no_events_s if lasting else self._limits.confirm_grace_s
 
             def settle() -> None:
-                self._local.settle(worker, chain.keys, ttl_s=ttl_s, revive=not told)
+                self._local.settle(noted, ttl_s=ttl_s, revive=not told)
 
             def unsay() -> None:
-                self._local.unsay(worker, fresh, end_s)
+                self._local.unsay(noted)
 
         return self.bookings.hold(
             worker,

@@ -6,10 +6,23 @@ May import: the standard library, router.core.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import islice, repeat
+from weakref import WeakSet
 
 from router.core.types import BlockKey, Clock, WorkerAddress
+
+
+class Note:
+    """A chain that was sent somewhere and may yet turn out not to have been computed. Forgotten with its request."""
+
+    __slots__ = ("__weakref__", "address", "end_s", "keys", "known")
+
+    def __init__(self, address: WorkerAddress, keys: Sequence[BlockKey], known: int, end_s: float) -> None:
+        self.address, self.keys = address, keys
+        self.known = known  # its first blocks, predicted by somebody else already: they stay whatever becomes of it
+        self.end_s = end_s
 
 
 class LocalView:
@@ -25,16 +38,16 @@ class LocalView:
         self._ttl_s, self._max_blocks, self._clock = ttl_s, max_blocks, clock
         self._ends: dict[WorkerAddress, dict[BlockKey, float]] = {}  # key -> when it stops counting
         self._prune_at: dict[WorkerAddress, int] = {}
+        self._open: dict[WorkerAddress, WeakSet[Note]] = {}  # neither settled nor unsaid; requests in flight hold them
 
-    def note(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float | None = None) -> float:
-        """This chain, from its block 0, was just sent there. The last word counts: a shorter ttl shortens.
-
-        Returns its end, by which `unsay` knows it.
-        """
+    def note(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float | None = None) -> Note:
+        """This chain, from its block 0, was just sent there. The last word counts: a shorter ttl shortens."""
         now_s = self._clock()
         end_s = now_s + (self._ttl_s if ttl_s is None else ttl_s)
+        noted = Note(address, keys, self.depth(address, keys), end_s)
         self._until(address, keys, end_s, now_s)
-        return end_s
+        self._open.setdefault(address, WeakSet()).add(noted)
+        return noted
 
     def heard(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float) -> None:
         """Another router sent this chain there. Ends only move away: our own notes know better."""
@@ -44,22 +57,39 @@ class LocalView:
         if later:
             self._until(address, later, end_s, now_s)
 
-    def settle(self, address: WorkerAddress, keys: Sequence[BlockKey], *, ttl_s: float, revive: bool = False) -> None:
-        """Another end for what was noted before: not a new use of it.
+    def settle(self, note: Note, *, ttl_s: float, revive: bool = False) -> None:
+        """It was computed: another end for what was noted, not a new use of it.
 
         What was removed meanwhile stays removed, unless `revive`: nobody reports removals, so it can only be pruned.
         """
-        now_s, ends = self._clock(), self._ends.get(address, {})
-        known = keys if revive else [k for k in keys if k in ends]
+        self._close(note)
+        now_s, ends = self._clock(), self._ends.get(note.address, {})
+        known = note.keys if revive else [k for k in note.keys if k in ends]
         if known:
-            self._until(address, known, now_s + ttl_s, now_s)
+            self._until(note.address, known, now_s + ttl_s, now_s)
 
-    def unsay(self, address: WorkerAddress, keys: Iterable[BlockKey], end_s: float) -> None:
-        """These blocks were not computed after all; what another request noted since stays."""
-        ends = self._ends.get(address, {})
-        for key in keys:
-            if ends.get(key) == end_s:
-                del ends[key]
+    def unsay(self, note: Note) -> None:
+        """It was not computed after all. What other requests noted too stays, and is theirs to unsay."""
+        self._close(note)
+        ends, shared, heir = self._ends.get(note.address, {}), 0, note
+        for other in self._open.get(note.address, ()):
+            alike = _shared(note.keys, other.keys)
+            if alike > note.known:
+                other.known = min(other.known, note.known)
+            if alike > shared:
+                shared, heir = alike, other
+        for i, key in enumerate(note.keys):
+            if ends.get(key) == note.end_s:  # nobody has had a later word about it
+                if i < shared:
+                    ends[key] = heir.end_s
+                elif i >= note.known:
+                    del ends[key]
+
+    def _close(self, note: Note) -> None:
+        if (notes := self._open.get(note.address)) is not None:
+            notes.discard(note)
+            if not notes:
+                del self._open[note.address]
 
     def _until(self, address: WorkerAddress, keys: Sequence[BlockKey], end_s: float, now_s: float) -> None:
         ends = self._ends.setdefault(address, {})
@@ -111,6 +141,13 @@ class LocalView:
             self._ends[biggest] = dict(islice(there.items(), len(there) // 2 + 1, None))  # the older half goes
         ends = self._ends[address]
         self._prune_at[address] = max(8192, 2 * len(ends))
+
+
+def _shared(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+    """How many blocks two chains begin with alike: a key names its whole prefix, so equal once is equal before."""
+    if not one or not other or one[0] != other[0]:
+        return 0
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda i: one[i] != other[i])
 
 
 def _depth(ends: dict[BlockKey, float], keys: Sequence[BlockKey], now_s: float) -> int:

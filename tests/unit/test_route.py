@@ -193,6 +193,16 @@ async def test_a_refusal_leaves_what_a_sibling_sent_since() -> None:
     assert (await town.ask(list(range(320)))).matched_tokens == 304
 
 
+async def test_a_burst_that_one_pod_refused_whole_is_not_predicted_there() -> None:
+    """Predictions of equal prompts covered each other for half a minute, though none of them was computed."""
+    town = Town(pods=1)
+    refused = [await town.ask(list(range(320))) for _ in range(5)]
+    for choice in refused:
+        choice.booking.void()
+        choice.booking.release()
+    assert (await town.ask(list(range(320)))).matched_tokens == 0
+
+
 async def test_requests_that_read_no_cache_match_nothing() -> None:
     town = Town()
     await town.holds("p1", range(160))

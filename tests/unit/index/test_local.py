@@ -1,11 +1,12 @@
 """What this router routed lately: depth, ends, forgetting, bounds; and the estimate of a working set."""
 
+from itertools import permutations
 from random import Random
 
 import pytest
 
 from router.core.types import BlockKey, WorkerAddress
-from router.index.local import LocalView
+from router.index.local import LocalView, Note
 
 A, B = WorkerAddress("http://a"), WorkerAddress("http://b")
 
@@ -90,3 +91,70 @@ def test_ended_entries_are_pruned() -> None:
         view.note(A, chain(200, tag))
         clock.now_s += 1
     assert view.blocks < 20_000
+
+
+def burst(view: LocalView, clock: Clock, chains: list[list[BlockKey]]) -> list[Note]:
+    notes = []
+    for keys in chains:
+        notes.append(view.note(A, keys, ttl_s=30))
+        clock.now_s += 0.001
+    return notes
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_burst_that_was_refused_whole_leaves_nothing_in_whatever_order(order: tuple[int, ...]) -> None:
+    shared, clock = chain(40), Clock()
+    for chains in ([shared] * 3, [shared + chain(5, tag) for tag in range(1, 4)], [shared[:30], shared, shared[:10]]):
+        view = LocalView(clock=clock)
+        notes = burst(view, clock, chains)
+        for i in order:
+            view.unsay(notes[i])
+        assert view.blocks == 0
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_what_one_of_a_burst_computed_stays_when_the_others_are_refused(order: tuple[int, ...]) -> None:
+    clock = Clock()
+    view = LocalView(clock=clock)
+    before, tails = chain(20), [chain(8, tag) for tag in range(1, 5)]
+    view.settle(view.note(A, before), ttl_s=600)
+    notes = burst(view, clock, [before + chain(30, 9) + tail for tail in tails])
+    for i in order:
+        if i == 2:
+            view.settle(notes[i], ttl_s=600)
+        else:
+            view.unsay(notes[i])
+    assert view.depth(A, notes[2].keys) == 58
+    assert [view.depth(A, notes[i].keys) for i in (0, 1, 3)] == [50, 50, 50]
+
+
+def test_a_request_that_is_still_under_way_keeps_what_another_was_refused_with() -> None:
+    clock = Clock()
+    view = LocalView(clock=clock)
+    keys = chain(40)
+    first, second = burst(view, clock, [keys[:30], keys])
+    view.unsay(first)
+    assert view.depth(A, keys) == 40
+    view.unsay(second)
+    assert view.depth(A, keys) == 0
+
+
+def test_a_refusal_takes_back_nothing_that_was_heard_or_removed_since() -> None:
+    clock = Clock()
+    view = LocalView(clock=clock)
+    keys = chain(40)
+    (refused,) = burst(view, clock, [keys])
+    view.removed(A, keys[30:])
+    view.heard(A, keys[:10], ttl_s=60)
+    view.unsay(refused)
+    assert view.depth(A, keys) == 10
+
+
+def test_a_note_is_forgotten_with_its_request() -> None:
+    view = LocalView(clock=Clock())
+    kept = view.note(A, chain(3))
+    for tag in range(100):
+        view.note(A, chain(3, tag))
+    assert len(view._open[A]) == 1
+    view.settle(kept, ttl_s=1)
+    assert not view._open
