@@ -40,6 +40,7 @@ from router.route import Conductor, RouteLimits
 from router.settings import ServeSettings, SettingsError, pairs
 from router.tokenize.model import ModelOptions
 from router.tokenize.service import TokenLimits, TokenService
+from router.waiting import Waiting
 
 if TYPE_CHECKING:
     from router.exchange import Exchange
@@ -88,6 +89,7 @@ class Parts:
         self.metrics.local_view_blocks.set_function(lambda: self.local.blocks)
         self.fleet.learn_block_sizes_from(lambda worker: self.index.block_sizes().get(worker))
         self.exchange = self._exchange(settings.redis_url) if settings.redis_url and settings.exchange_ms else None
+        self.waiting: Waiting | None = None  # the proxy's, once it is built
         self.conductor = Conductor(
             fleet=self.fleet,
             tokens=self.tokens,
@@ -155,6 +157,7 @@ class Parts:
         """What /ready and /debug/pods say beyond the pods themselves."""
         return {
             "discovery": discovery_shown(self.fleet),
+            "waiting": self.waiting.status() if self.waiting else None,
             "tokenizers": self.tokens.status(),
             "routers": self.exchange.status() if self.exchange else None,
             "index": {**self.index.status(), "workers": self.indexer.status() if self.indexer else None},
@@ -265,6 +268,7 @@ async def _serve(settings: ServeSettings) -> None:
             parts.conductor, parts.fleet, upstream, limits, parts.metrics, pages=pages, keys=keys, lifecycle=lifecycle
         )
         stack.push_async_callback(app.close)
+        parts.waiting = app.parts.waiting
         await stack.enter_async_context(parts.running())
         await open_admin(pages, settings, keys, stack)
         try:

@@ -104,6 +104,9 @@ class Metrics:
         # -- routing ------------------------------------------------------------------------------------------------
         self.decisions = self.counter("decisions", "choices of a worker", "policy", "reason")
         self.refusals = self.counter("refusals", "requests for which no worker was found", "reason")
+        self.waiting = self.gauge("waiting_requests", "requests held because every pod had enough to do")
+        self.waited_seconds = self.histogram("waited_seconds", "waits for room, by how they ended", "outcome")
+        self.turned_away = self.counter("turned_away", "requests answered 429 for overload, by cause", "reason")
         self.token_fallbacks = self.counter("token_fallbacks", "requests routed without exact token ids", "reason")
         self.token_chars = self.counter("token_chars", "characters of prompts, by where their ids came from", "source")
         self.token_checks = self.counter(

@@ -213,16 +213,25 @@ class Conductor:
         root = self._root(space, request.cache_salt)
         keys = chain_keys(root, tokens.packed, space.block_size_tokens)
         usable = len(keys) if tokens.partial else usable_blocks(tokens.count, space.block_size_tokens)
-        held: Mapping[WorkerAddress, Held] = {}
-        away = False
-        if keys and not request.skips_cache:
-            try:
-                held = await self._index.holders(keys[:usable])
-            except IndexUnavailable as exc:  # what we routed ourselves, then load: a slow answer beats none
-                self._metrics.index_fallbacks.labels(reason=exc.reason).inc()
-                away = True
-        size = space.block_size_tokens
-        return Chain(keys=keys, usable=usable, block_size_tokens=size, held=held, exact=True, index_away=away)
+        held = await self._holders(keys[:usable]) if not request.skips_cache else {}
+        return Chain(
+            keys=keys,
+            usable=usable,
+            block_size_tokens=space.block_size_tokens,
+            held=held or {},
+            exact=True,
+            index_away=held is None,
+        )
+
+    async def _holders(self, keys: Sequence[BlockKey]) -> Mapping[WorkerAddress, Held] | None:
+        """What the index says; None when it cannot."""
+        if not keys:
+            return {}
+        try:
+            return await self._index.holders(keys)
+        except IndexUnavailable as exc:  # what we routed ourselves, then load: a slow answer beats none
+            self._metrics.index_fallbacks.labels(reason=exc.reason).inc()
+            return None
 
     def _approximate(self, space: KeySpace, request: RouteRequest) -> Chain:
         """No ids: a chain over canonical bytes, known to the local view only."""
@@ -242,6 +251,17 @@ class Conductor:
                 self._roots.clear()
             root = self._roots[name] = root_key(seed=self._seed, model=space.model, lora_name=space.lora_name)
         return root
+
+    async def look_again(self, prepared: Prepared) -> Prepared:
+        """The same with what the index says now, for a request that has waited: its siblings may have been computed."""
+        chains: dict[KeySpace, Chain] = {}
+        for space, chain in prepared.chains.items():
+            chains[space] = chain
+            if chain.exact and not prepared.request.skips_cache:
+                held = await self._holders(chain.keys[: chain.usable])
+                if held is not None:
+                    chains[space] = msgspec.structs.replace(chain, held=held, index_away=False)
+        return msgspec.structs.replace(prepared, chains=chains)
 
     # -- choosing: no await from here on ----------------------------------------------------------------------------
 
@@ -293,6 +313,15 @@ class Conductor:
                 served_tokens=served.gpu_tokens,
                 shadow_tokens=views[decision.worker].gpu_tokens,
             )
+
+    def weigh(self, prepared: Prepared) -> tuple[Sequence[Candidate], RoutingRequest]:
+        """Who may get it, as it is now, to say whether it should wait. Books nothing."""
+        views = self._views(prepared, frozenset(), everybody=False)
+        return [v.candidate for v in views], RoutingRequest(prompt_tokens=prepared.work_tokens)
+
+    def prefill_due_s(self, worker: WorkerAddress) -> float:
+        """Seconds until the worker should have computed all that is booked on it."""
+        return self.bookings.of(worker).prefill_tokens / self._rates.tokens_per_s(worker)
 
     def _choice(self, prepared: Prepared, view: _View, decision: Chosen, policy: str, booking: Booking) -> Choice:
         known = prepared.prompt_tokens

@@ -239,6 +239,19 @@ class ServeSettings(CommonSettings):
     reply_header_max_bytes: int = Field(65536, ge=1024, description="longest header line of a pod's reply")
     pod_keepalive_s: float = Field(4.0, gt=0, description="idle connection to a pod; below the pod's own 5 s")
 
+    # when every pod has enough to do
+    overload_prefill_s: float = Field(
+        0.0,
+        ge=0,
+        description="hold requests while every pod that may get them has more seconds of prefill booked; 0: pods queue",
+    )
+    overload_wait_s: float = Field(
+        10.0, ge=0, description="longest wait for room, then 429 with Retry-After; 0: 429 at once"
+    )
+    overload_queue_requests: int = Field(
+        1000, gt=0, description="requests that wait at one time; beyond: 429 for the last in line"
+    )
+
     # trying again
     retry_attempts: int = Field(4, gt=0, description="attempts of one request, the first included")
     retry_budget_ratio: float = Field(

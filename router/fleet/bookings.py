@@ -38,7 +38,7 @@ class Booking:
     """One request on one worker. A context manager; `first_token` and `release` are idempotent."""
 
     __slots__ = (
-        "_crowd", "_crowd_key", "_learn", "_load", "_on_first_token", "_on_void", "_prompt_tokens", "_state",
+        "_crowd", "_crowd_key", "_eased", "_learn", "_load", "_on_first_token", "_on_void", "_prompt_tokens", "_state",
         "_uncached_tokens",
     )  # fmt: skip
 
@@ -53,8 +53,10 @@ class Booking:
         on_first_token: Callable[[], None] | None = None,
         on_void: Callable[[], None] | None = None,
         learn: Callable[[], None] | None = None,
+        eased: Callable[[], None] | None = None,
     ) -> None:
         self._load = load
+        self._eased = eased
         self._learn = learn
         self._uncached_tokens = uncached_tokens
         self._prompt_tokens = prompt_tokens
@@ -82,6 +84,16 @@ class Booking:
             self._load.decode_context_tokens += self._prompt_tokens
             if self._on_first_token is not None:
                 self._on_first_token()
+            if self._eased is not None:
+                self._eased()
+
+    def assume_prefilled(self) -> None:
+        """The prompt should be computed by now, and nothing says so: a reply in one piece begins when all is done."""
+        if self._state == "prefill":
+            self._load.prefill_tokens -= self._uncached_tokens
+            self._uncached_tokens = 0
+            if self._eased is not None:
+                self._eased()
 
     def void(self) -> None:
         """The worker refused the request, or broke before it answered: its cache is not what was expected of it."""
@@ -105,6 +117,8 @@ class Booking:
                 self._crowd[self._crowd_key] = left
             else:
                 del self._crowd[self._crowd_key]
+        if self._eased is not None:
+            self._eased()
 
     def __enter__(self) -> Booking:
         return self
@@ -122,6 +136,7 @@ class Bookings:
         self._loads: dict[WorkerAddress, WorkerLoad] = {}
         self._crowd: Counter[BlockKey] = Counter()
         self.usual_prompt_tokens = 0.0  # a moving mean over about the last twenty requests
+        self.eased: Callable[[], None] | None = None  # called whenever a worker may have less to do than before
 
     def of(self, worker: WorkerAddress) -> WorkerLoad:
         """The counts of the worker's present life."""
@@ -159,6 +174,7 @@ class Bookings:
             on_first_token=on_first_token,
             on_void=on_void,
             learn=self._lesson(worker, load.prefill_tokens + max(uncached_tokens, 1)) if exact else None,
+            eased=self.eased,
         )
 
     def _lesson(self, worker: WorkerAddress, ahead_tokens: int) -> Callable[[], None] | None:

@@ -46,13 +46,22 @@ def retry_after_s(candidates: Sequence[Candidate], limit_s: float, waiting_work_
     return min(max(ceil(room_s), least_s), max(RETRY_AFTER_MAX_S, least_s))
 
 
+class WaitRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of waiting."""
+
+    prefill_s: float  # a worker with more booked has enough to do
+    wait_s: float = 10.0  # longest wait; 0: none
+    queue_requests: int = 1000  # that wait at one time
+    retry_after_s: int = 1  # least that is told to those turned away
+
+
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A request's place among those that wait. Each is its own: two are never equal."""
 
     work_s: float  # prefill it needs where most of it is held, as seen when it came
     since_s: float
     priority: int = 0  # as in vLLM: the lower, the earlier
-    tenant: str = ""
+    tenant: Hashable = b""
     lane: Hashable = None  # requests of one lane can go to the same workers
 
     @property
@@ -62,6 +71,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 _Place = tuple[float, int, Ticket]
+_Group = tuple[int, Hashable, Hashable]  # priority, lane, tenant
 
 
 class Line:
@@ -72,11 +82,11 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, Hashable, str], list[_Place]] = {}
+        self._groups: dict[_Group, list[_Place]] = {}
         self._places: dict[Ticket, _Place] = {}
         self._numbers = count()
-        self._of_tenant: Counter[str] = Counter()
-        self._served_s: dict[str, float] = {}
+        self._of_tenant: Counter[Hashable] = Counter()
+        self._served_s: dict[Hashable, float] = {}
         self.work_s = 0.0  # of all that wait
 
     def __len__(self) -> int:
@@ -127,7 +137,7 @@ class Line:
         """Who gives way when too many wait: of the last priority, the tenant with most there, its last. Raises
         ValueError when nobody waits."""
         worst = max(priority for priority, _, _ in self._groups)
-        crowd: Counter[str] = Counter()
+        crowd: Counter[Hashable] = Counter()
         for (priority, _, tenant), group in self._groups.items():
             if priority == worst:
                 crowd[tenant] += len(group)
@@ -162,5 +172,5 @@ class Line:
         self._served_s = {t: self._served_s[t] for t in (*self._of_tenant, *former)}
 
 
-def _group(ticket: Ticket) -> tuple[int, Hashable, str]:
+def _group(ticket: Ticket) -> _Group:
     return ticket.priority, ticket.lane, ticket.tenant

@@ -51,8 +51,9 @@ class Costs(msgspec.Struct, frozen=True):
     home_slack_requests: float = 8.0  # quiet: so many more in flight than on the quietest
 
 
-class Refused(msgspec.Struct, frozen=True):
+class Refused(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: Literal["no_worker", "overloaded", "too_long"]  # closed: it is a metric label
+    retry_after_s: int = 0  # when there may be room; 0: not estimated
 
 
 class Chosen(msgspec.Struct, frozen=True):

@@ -37,6 +37,8 @@ async def drain(app: ProxyApp, listener: Listener, lifecycle: Lifecycle, *, dela
     clean = app.proxy.inflight == 0
     if not clean:
         log.warning("grace is over", extra={"fields": {"cut": app.proxy.inflight}})
+        if app.parts.waiting is not None:
+            app.parts.waiting.shut_down()
         app.parts.gone.shut_down()
     await listener.close(grace_s=0.2 if clean else LAST_WORDS_S)
     return clean

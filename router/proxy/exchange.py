@@ -29,8 +29,10 @@ from router.proxy.limits import ProxyLimits
 from router.proxy.record import Record
 from router.proxy.sticky import ResponseHomes, find_response_id
 from router.proxy.upstream import Reply, Upstream, UpstreamFailed, UpstreamRequest
-from router.proxy.watch import GoneWatch, Waiting, Watch
+from router.proxy.watch import GoneWatch, Watch
+from router.proxy.watch import Waiting as WaitingFor
 from router.route import Choice, Prepared, RouteRequest
+from router.waiting import Asking, Chooses, Stopping, Waiting
 
 log = logging.getLogger("router.proxy")
 
@@ -42,7 +44,7 @@ SNIFF_BYTES = 8192  # of a reply's beginning, where a stored response's id stand
 CLIENT_GONE = 499
 
 
-class ConductorPort(Protocol):
+class ConductorPort(Chooses, Protocol):
     """What is needed of router.route.Conductor."""
 
     async def prepare(self, request: RouteRequest) -> Prepared: ...
@@ -74,6 +76,7 @@ class Parts(msgspec.Struct, kw_only=True):
     budget: RetryBudget
     gone: GoneWatch
     homes: ResponseHomes
+    waiting: Waiting | None = None  # None: pods queue
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +90,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     pod_key: bytes | None = None  # sent as Authorization instead
     only: frozenset[WorkerAddress] | None = None  # the workers that may get it (a stored response's home)
     walk: bool = False  # nobody knows which pod holds it: a 404 means "ask the next"
-    stream: bool = False
+    asking: Asking | None = None  # its place in line while pods have enough to do; None: it does not wait
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -140,7 +143,10 @@ class Exchange:
         kept: Kept | None = None
         while True:
             assert self._prepared is not None  # until a reply has begun
-            choice = parts.conductor.choose(self._prepared, exclude=self._excluded())
+            if parts.waiting is None or self._asked.asking is None or last is not None:
+                choice = parts.conductor.choose(self._prepared, exclude=self._excluded())
+            else:  # whoever was sent once does not wait again
+                choice = await self._wait(parts.waiting, self._asked.asking)
             if isinstance(choice, Refused):
                 return await self._refused(choice, last, kept)
             with choice.booking:
@@ -153,6 +159,15 @@ class Exchange:
             self._tried.add(choice.worker)
             if not self._may_go_on(outcome):
                 return await self._give_up(last, kept)
+
+    async def _wait(self, waiting: Waiting, asking: Asking) -> Choice | Refused:
+        """The worker as soon as one has room, or 429."""
+        assert self._prepared is not None
+        try:
+            choice, self._record.waited_s = await waiting.choose(self._prepared, asking)
+        except Stopping:
+            raise self._router_stops() from None
+        return choice
 
     def _excluded(self) -> Set[WorkerAddress]:
         only = self._asked.only
@@ -352,18 +367,22 @@ class Exchange:
             return await self._break_off("the pod broke off", kind)
         return Failure(kind)
 
-    async def _timed_out(self, choice: Choice, on: Waiting) -> web.StreamResponse | Failure:
+    async def _timed_out(self, choice: Choice, on: WaitingFor) -> web.StreamResponse | Failure:
         if on == "shutdown":
-            self._record.note = "router_stops"
+            stops = self._router_stops()
             if self._response is not None:
                 return await self._break_off("the router is shutting down", "timeout")
-            raise HttpError(503, "The router is shutting down; try again.", retry_after_s=1, close=True)
+            raise stops
         if on == "client":
             self._record.note = "client_stalled"
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionResetError("client does not read")
         return await self._failed(choice, "reset" if on == "gone" else "timeout")
+
+    def _router_stops(self) -> HttpError:
+        self._record.note = "router_stops"
+        return HttpError(503, "The router is shutting down; try again.", retry_after_s=1, close=True)
 
     async def _break_off(self, why: str, reason: FailureKind) -> web.StreamResponse:
         """The head went out already: end visibly."""
@@ -385,7 +404,12 @@ class Exchange:
         limits = self._parts.limits
         self._record.note = refused.reason
         if refused.reason == "overloaded":
-            raise HttpError(429, "Every pod is at its limit; try again.", retry_after_s=limits.retry_after_s)
+            raise HttpError(
+                429,
+                "Every pod is at its limit; try again.",
+                code="overloaded",
+                retry_after_s=refused.retry_after_s or limits.retry_after_s,
+            )
         if refused.reason == "too_long":
             raise HttpError(
                 400,

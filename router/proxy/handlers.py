@@ -25,11 +25,13 @@ from router.proxy.front import ClientGone, Front
 from router.proxy.headers import RawHeaders, request_id, value_of
 from router.proxy.limits import ProxyLimits
 from router.proxy.parse import NOTHING, Parsed, parse, route_request
+from router.proxy.place import asking
 from router.proxy.record import Meters, Record
 from router.proxy.sticky import ResponseHomes
 from router.proxy.tenant import salted
 from router.proxy.upstream import Upstream
 from router.proxy.watch import GoneWatch
+from router.waiting import Asking, Waiting
 
 log = logging.getLogger("router.proxy")
 
@@ -215,7 +217,14 @@ class Proxy:
             pod_key=self._pod_key,
             only=only,
             walk=walk and only is None,
+            asking=self._place(headers, path, parsed, stored=stored is not None),
         )
+
+    def _place(self, headers: RawHeaders, path: str, parsed: Parsed, *, stored: bool) -> Asking | None:
+        """None: it does not wait. A stored response is where it is: there is no choice to put off."""
+        if self._parts.waiting is None or stored:
+            return None
+        return asking(path, headers, parsed, tenant_header=self._parts.limits.tenant_header)
 
     def _policy(self, headers: RawHeaders) -> str | None:
         if not self._parts.limits.allow_policy_header:
@@ -309,6 +318,7 @@ def build_app(
         budget=RetryBudget(ratio=limits.retry_budget_ratio, reserve_retries=limits.retry_reserve),
         gone=GoneWatch(fleet.gone, limit_s=limits.gone_limit_s),
         homes=ResponseHomes(),
+        waiting=Waiting(conductor, limits.wait_rules, metrics) if limits.overload_prefill_s else None,
     )
     proxy = Proxy(parts, pages=pages, keys=keys or ApiKeys(), lifecycle=lifecycle or Lifecycle())
     return ProxyApp(proxy, Front(proxy.handle, limits, metrics), parts)

@@ -1,12 +1,13 @@
 """Every bound of the request path: unit, default, reason.
 
-May import: the standard library, msgspec, router.policy.retry.
+May import: the standard library, msgspec, router.policy.{overload,retry}.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from router.policy.overload import WaitRules
 from router.policy.retry import RetryRules
 
 
@@ -35,6 +36,11 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
     reply_header_max_bytes: int = 65536  # one header line of a pod's reply
     pod_keepalive_s: float = 4.0  # vLLM's uvicorn closes idle connections after 5 s
 
+    # waiting for room: router.waiting
+    overload_prefill_s: float = 0.0  # hold requests while every worker has more prefill booked; 0: never
+    overload_wait_s: float = 10.0  # longest wait, below what load balancers take for a dead connection
+    overload_queue_requests: int = 1000  # that wait at one time
+
     # trying again
     retry_attempts: int = 4
     retry_budget_ratio: float = 0.2  # retries per request, so that a sick fleet's load is not multiplied
@@ -53,6 +59,15 @@ class ProxyLimits(msgspec.Struct, frozen=True, kw_only=True):
     key_seed: str = ""  # makes the salts
     forward_control_routes: bool = False  # /sleep, /reset_prefix_cache, ... act on one pod: call that pod itself
     stream_comment_interval_s: float = 0.0  # `:` comments before a stream's first byte, for load balancers; 0: none
+
+    @property
+    def wait_rules(self) -> WaitRules:
+        return WaitRules(
+            prefill_s=self.overload_prefill_s,
+            wait_s=self.overload_wait_s,
+            queue_requests=self.overload_queue_requests,
+            retry_after_s=self.retry_after_s,
+        )
 
     @property
     def retry_rules(self) -> RetryRules:

@@ -35,6 +35,7 @@ class _Fields(msgspec.Struct):
     logprobs: Any = None
     top_logprobs: Any = 0
     previous_response_id: Any = None
+    priority: Any = 0
 
 
 class Parsed(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +46,7 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     skips_cache: bool = False
     previous_response_id: str | None = None
+    priority: int = 0  # as in vLLM: the lower, the earlier
     text: bytes = b""  # the JSON text, inflated; b"" when the body is no JSON object
     unread: bool = False  # its coding is not read here, is broken, or it inflates beyond its bound
 
@@ -125,6 +127,7 @@ def _checked(fields: _Fields, text: bytes, endpoint: str) -> Parsed:
         cache_salt=salt if isinstance(salt, str) else None,
         skips_cache=skips,
         previous_response_id=previous if isinstance(previous, str) else None,
+        priority=fields.priority if type(fields.priority) is int else 0,
         text=text,
     )
 

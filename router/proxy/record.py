@@ -104,6 +104,7 @@ class Record:
         "note",
         "request_id",
         "status",
+        "waited_s",
     )
 
     def __init__(self, *, method: str, path: str, client: str, request_id: str) -> None:
@@ -120,6 +121,7 @@ class Record:
         self.bytes_in = 0
         self.bytes_out = 0
         self.first_byte_s: float | None = None
+        self.waited_s: float | None = None  # for room; None: not at all
 
     def first_byte(self) -> None:
         """The first byte of the reply's body has come."""
@@ -153,6 +155,8 @@ class Record:
         }
         if self.first_byte_s is not None:
             fields["ttft_ms"] = round(self.first_byte_s * 1000, 2)
+        if self.waited_s is not None:
+            fields["waited_ms"] = round(self.waited_s * 1000, 2)
         if self.model is not None:
             fields["model"] = self.model
         choice = self.choice

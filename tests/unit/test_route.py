@@ -286,6 +286,43 @@ async def test_explaining_books_nothing() -> None:
     assert town.fleet.bookings.inflight_requests == 0
 
 
+async def test_weighing_books_nothing_and_sees_what_is_booked() -> None:
+    town = Town()
+    await town.holds("p1", range(160))
+    body = msgspec.json.encode(list(range(160)))
+    prepared = await town.conductor.prepare(RouteRequest(endpoint="/v1/completions", model="m", body=body))
+    candidates, request = town.conductor.weigh(prepared)
+    assert request.prompt_tokens == 160
+    assert [(c.matched_tokens, c.booked_prefill_tokens) for c in candidates] == [(0, 0), (144, 0)]
+    assert town.fleet.bookings.inflight_requests == 0
+    choice = town.conductor.choose(prepared)
+    assert isinstance(choice, Choice)
+    assert [c.booked_prefill_tokens for c in town.conductor.weigh(prepared)[0]] == [0, 16]
+    assert town.conductor.prefill_due_s(choice.worker) == 16 / 20_000
+
+
+async def test_who_has_waited_sees_what_siblings_left_meanwhile() -> None:
+    town = Town()
+    body = msgspec.json.encode(list(range(160)))
+    prepared = await town.conductor.prepare(RouteRequest(endpoint="/v1/completions", model="m", body=body))
+    await town.holds("p1", range(160))
+    assert [c.matched_tokens for c in town.conductor.weigh(prepared)[0]] == [0, 0]
+    again = await town.conductor.look_again(prepared)
+    assert [c.matched_tokens for c in town.conductor.weigh(again)[0]] == [0, 144]
+    assert msgspec.structs.replace(again, chains=prepared.chains) == prepared
+
+
+async def test_when_the_index_is_away_what_it_said_before_counts() -> None:
+    town = Town()
+    await town.holds("p1", range(160))
+    body = msgspec.json.encode(list(range(160)))
+    prepared = await town.conductor.prepare(RouteRequest(endpoint="/v1/completions", model="m", body=body))
+    town.conductor._index = Away()
+    again = await town.conductor.look_again(prepared)
+    assert [c.matched_tokens for c in town.conductor.weigh(again)[0]] == [0, 144]
+    assert town.metrics.value("warmroute_index_fallbacks_total", reason="deadline") == 1
+
+
 async def test_a_rank_is_named_only_where_the_engine_listens_to_it() -> None:
     town = Town(pods=1)
     spec = msgspec.structs.replace(town.fleet.pods()[0].spec, ranks=2)

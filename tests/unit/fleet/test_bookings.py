@@ -46,6 +46,8 @@ def test_a_release_after_the_pod_flapped_lands_on_the_old_counts() -> None:
 def test_any_order_of_endings_comes_back_to_zero(seed: int) -> None:
     rng = Random(seed)
     bookings = Bookings()
+    eased: list[int] = []
+    bookings.eased = lambda: eased.append(bookings.of(A).prefill_tokens + bookings.of(B).prefill_tokens)
     open_ones: list[Booking] = []
     for _ in range(300):
         if rng.random() < 0.5 or not open_ones:
@@ -54,14 +56,40 @@ def test_any_order_of_endings_comes_back_to_zero(seed: int) -> None:
             )
         else:
             booking = rng.choice(open_ones)
-            rng.choice([booking.first_token, booking.release, booking.release])()
+            rng.choice([booking.first_token, booking.assume_prefilled, booking.release, booking.release])()
         if rng.random() < 0.02:
             bookings.retire(A)
         assert all(bookings.of(w).inflight_requests >= 0 and bookings.of(w).prefill_tokens >= 0 for w in (A, B))
     for booking in open_ones:
         booking.release()
+    assert eased
     assert bookings.inflight_requests == bookings.crowd(KEY) == 0
     assert all(bookings.of(w).prefill_tokens == bookings.of(w).decode_context_tokens == 0 for w in (A, B))
+
+
+def test_who_waits_for_room_hears_when_there_may_be_some() -> None:
+    bookings = Bookings()
+    left: list[int] = []
+    bookings.eased = lambda: left.append(bookings.of(A).prefill_tokens)
+    first, second, third = (bookings.hold(A, uncached_tokens=n) for n in (70, 20, 3))
+    assert left == []
+    first.first_token()
+    second.assume_prefilled()
+    third.release()
+    assert left == [23, 3, 0]
+
+
+def test_a_prompt_taken_for_computed_weighs_nothing_and_its_first_token_still_counts() -> None:
+    bookings = Bookings()
+    seen = []
+    with bookings.hold(A, uncached_tokens=70, prompt_tokens=100, on_first_token=lambda: seen.append(1)) as booking:
+        booking.assume_prefilled()
+        booking.assume_prefilled()
+        assert (bookings.of(A).prefill_tokens, bookings.of(A).inflight_requests) == (0, 1)
+        booking.first_token()
+        booking.assume_prefilled()
+        assert (bookings.of(A).prefill_tokens, bookings.of(A).decode_context_tokens, seen) == (0, 100, [1])
+    assert (bookings.of(A).prefill_tokens, bookings.of(A).decode_context_tokens) == (0, 0)
 
 
 def test_prompts_placed_on_a_worker_are_counted_for_three_minutes() -> None:
