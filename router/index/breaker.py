@@ -3,6 +3,7 @@
 May import: router.core.
 """
 
+import math
 from typing import Literal
 
 from router.core.types import Clock
@@ -12,11 +13,14 @@ OPEN_FIRST_S, OPEN_MAX_S = 0.25, 2.0
 
 
 class Breaker:
-    """Opens after three failures in a row. Requests do not probe it: a background task does, and closes it."""
+    """Opens after three failures in a row, of calls that were made one after the other: those that waited at the same
+    time saw one and the same stall. Requests do not probe it: a background task does, and closes it.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._failures = 0
+        self._failed_s = -math.inf
         self._open = False
         self._since_s = 0.0
         self._rest_s = OPEN_FIRST_S
@@ -29,8 +33,11 @@ class Breaker:
         """May a request ask?"""
         return not self._open
 
-    def failed(self) -> None:
-        """A call gave no answer in time."""
+    def failed(self, *, began_s: float = math.inf) -> None:
+        """A call, made at `began_s`, gave no answer in time."""
+        if began_s < self._failed_s:
+            return
+        self._failed_s = self._clock()
         self._failures += 1
         if not self._open and self._failures >= FAILURES:
             self._open, self._since_s = True, self._clock()

@@ -98,7 +98,9 @@ class RedisIndexReader:
         try:
             answer = await self._holders(keys, started_s + self._deadline_s)
         except IndexUnavailable as exc:
-            self._failed(exc)
+            self._last_error = f"lookup: {exc.reason}"
+            if exc.reason != "busy":
+                self._breaker.failed(began_s=started_s)
             raise
         finally:
             self._metrics.index_lookup_seconds.observe(self._clock() - started_s)
@@ -202,18 +204,12 @@ class RedisIndexReader:
         return column, True
 
     async def _mget(self, names: list[bytes], ends_s: float) -> list[Any]:
-        left_s = ends_s - self._clock()
-        if left_s <= 0:
-            raise IndexUnavailable("deadline")
+        # Something is always left: it may have been us who stood still while the first step's reply lay there.
+        left_s = max(ends_s - self._clock(), self._deadline_s / 4)
         reply = (await self._link.call(("MGET", self._ver, *names), deadline_s=left_s))[0]
         if not isinstance(reply, list) or len(reply) != len(names) + 1:
             raise IndexUnavailable("reply")
         return [r if isinstance(r, bytes) else None for r in reply]
-
-    def _failed(self, exc: IndexUnavailable) -> None:
-        self._last_error = f"lookup: {exc.reason}"
-        if exc.reason != "busy":
-            self._breaker.failed()
 
     # -- registry ---------------------------------------------------------------------------------------------
 

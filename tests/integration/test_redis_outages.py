@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 from aiohttp import web
 
 from indexer.app import Indexer
@@ -127,6 +128,28 @@ async def test_a_lookup_that_finds_no_free_connection_in_time_says_busy(server: 
         got = await asyncio.gather(*(reader.holders(chain(1)) for _ in range(5)), return_exceptions=True)
         assert {getattr(e, "reason", None) for e in got} <= {"busy", "deadline", "connection"}
         assert all(isinstance(e, IndexUnavailable) for e in got)
+
+
+@pytest.mark.parametrize("loops", ["asyncio", "uvloop"])
+def test_a_reply_that_came_while_we_stood_still_counts(server: Server, loops: str) -> None:
+    """The deadline is on Redis: a loop that was held up by something else must not call Redis late."""
+
+    async def scenario() -> None:
+        await filled(server.url, 7)
+        long = chain(300, 99)  # two steps
+        async with writing(server.url) as writer, reading(server.url, deadline_s=0.2) as reader:
+            await writer.register(B)
+            await writer.apply(B, [Add(long)])
+            await until(lambda: gpu(reader, long, B))
+            for keys, worker in ((chain(7, 6), A), (long, B)):
+                for _ in range(5):
+                    lookup = asyncio.create_task(gpu(reader, keys, worker))
+                    await asyncio.sleep(0)  # it has asked
+                    time.sleep(0.3)
+                    assert await lookup == len(keys)
+            assert reader.status()["breaker"] == "closed"
+
+    asyncio.run(scenario()) if loops == "asyncio" else uvloop.run(scenario())
 
 
 async def test_a_slow_redis_opens_the_breaker_and_closes_it_by_itself(server: Server, proxy: HostileProxy) -> None:

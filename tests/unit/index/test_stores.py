@@ -39,6 +39,18 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
     assert not breaker.allows()
 
 
+def test_calls_that_waited_at_the_same_time_are_one_failure() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(FAILURES):
+        began_s = clock.now_s
+        assert breaker.allows()
+        clock.now_s += 0.02
+        for _ in range(100):
+            breaker.failed(began_s=began_s)
+    assert not breaker.allows()
+
+
 def test_only_a_probe_after_a_rest_closes_it() -> None:
     clock = Clock()
     breaker = Breaker(clock)
