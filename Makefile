@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: bench-index bench-pick bench-proxy bench-tokenize chaos docs help demo test check lint types layers format test-slow test-vllm test-helm clean
+.PHONY: bench-index bench-pick bench-proxy bench-tokenize chaos cover docs help demo test check lint types layers format test-slow test-vllm test-helm clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -31,8 +31,14 @@ demo: $(VENV)/.run  ## emulated pods, the router, and random against prefix rout
 test: $(VENV)/.dev  ## every test that needs no GPU, no cluster and no vLLM
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-check: lint types layers $(VENV)/.dev  ## before a change is shared: format, lint, types, layers, unit tests
-	$(BIN)/python -m pytest tests/unit tests/ports tests/sim tests/test_tidy.py
+PURE_TESTS := tests/unit/core tests/unit/policy tests/unit/indexer
+
+check: lint types layers cover $(VENV)/.dev  ## before a change is shared: format, lint, types, layers, unit tests
+	$(BIN)/python -m pytest tests/unit tests/ports tests/sim tests/test_tidy.py $(PURE_TESTS:%=--ignore %)
+
+cover: $(VENV)/.dev  ## every branch of the rooms that only decide is taken by a test of theirs
+	$(BIN)/python -m coverage run -m pytest $(PURE_TESTS)
+	$(BIN)/python -m coverage report
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

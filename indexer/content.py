@@ -51,7 +51,5 @@ def salt_of(e: Stored) -> str | None:
 
 def is_plain(e: Stored, i: int) -> bool:
     """Is block i's content named by its tokens, adapter and salt alone?"""
-    if e.extra_keys is None or e.extra_keys[i : i + 1] == [None]:
-        return True
     extras = _extras(e, i)
     return not extras or (i == 0 and e.parent is None and salt_of(e) is not None)

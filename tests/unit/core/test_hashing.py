@@ -1,6 +1,7 @@
 """Golden vectors: a difference of one bit between two versions is a fleet with no cache hits and no error."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ def test_every_golden_root_is_another_one() -> None:
 def test_a_block_size_below_1_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         chain_keys(root_key(seed="", model=""), b"", 0)
+
+
+def test_a_big_endian_machine_names_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big" if sys.byteorder == "little" else "little")
+    swapped = pack_tokens([1, 0x01020304])
+    monkeypatch.undo()
+    assert swapped == pack_tokens([0x01000000, 0x04030201])
 
 
 @pytest.mark.parametrize("tokens", [[-1], [1 << 32]])

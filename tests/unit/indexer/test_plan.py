@@ -13,7 +13,7 @@ import xxhash
 from indexer.merge import merged
 from indexer.plan import AskReplay, Ledger
 from indexer.snapshot import pack, unpack
-from indexer.wire import Batch, Cleared, Event, Removed, Stored, decode
+from indexer.wire import Batch, Cleared, Event, Removed, Stored, Unknown, decode
 from router.core.hashing import chain_keys, pack_tokens, root_key
 from router.core.types import Add, BlockKey, Clear, IndexOp, Remove
 from tests.fakes.recorded import SETS, as_arrays, as_map_batch, frames, raw
@@ -226,6 +226,7 @@ def test_a_clear_comes_before_what_the_same_batch_stores() -> None:
         pytest.param({"extra_keys": [["s"], None]}, None, "s", id="salt"),
         pytest.param({"extra_keys": [["ad"], ["ad"]], "lora_name": "ad", "lora_id": 1}, "ad", None, id="adapter"),
         pytest.param({"extra_keys": [["ad", "s"], ["ad"]], "lora_name": "ad", "lora_id": 1}, "ad", "s", id="both"),
+        pytest.param({"extra_keys": [["s"], None], "lora_name": "ad"}, "ad", "s", id="adapter named beside them only"),
         pytest.param({"extra_keys": [["ad", "ad"], ["ad"]], "lora_name": "ad"}, "ad", "ad", id="a salt like the name"),
         pytest.param({"extra_keys": [[["cache_salt", "s"]], None]}, None, "s", id="tagged salt"),
         pytest.param(
@@ -247,6 +248,7 @@ def test_salt_and_adapter_go_into_the_keys(fields: dict[str, Any], lora: str | N
     [
         pytest.param({"extra_keys": [None, [["image", 0]], None]}, 1, id="an image from block 1 on"),
         pytest.param({"extra_keys": [[["image", 0]], None, None]}, 0, id="an image in the first block"),
+        pytest.param({"extra_keys": [[["image", "a", 0]], None, None]}, 0, id="a tagged image in the first block"),
         pytest.param({"extra_keys": [["a", "b"], None, None]}, 0, id="two texts: one may be an image"),
         pytest.param({"lora_id": 1}, 0, id="0.10: an adapter's number without its name"),
     ],
@@ -258,6 +260,46 @@ def test_what_our_keys_cannot_name_is_not_claimed(fields: dict[str, Any], claime
     assert book.facts.unknown_removals == 0
     tell(book, removed(0, 1, 2))
     assert book.claimed["gpu"] == book.facts.unknown_removals == 0
+
+
+def test_an_event_of_a_later_release_is_counted_and_passed_over() -> None:
+    book = ledger()
+    assert tell(book, Unknown("BlocksMoved"), stored(0, 1)) == [Add(tuple(keys(1)))]
+    assert book.facts.unknown_events == 1
+
+
+def test_what_stays_without_a_name_is_counted_copy_by_copy() -> None:
+    book = ledger()
+    orphan = stored(3, 4)
+    assert tell(book, orphan, orphan) == tell(book, removed(3), removed(3)) == []
+    assert (book.facts.unclaimable, book.facts.unknown_removals) == (2, 0)
+    tell(book, removed(3))
+    assert book.facts.unknown_removals == 1
+
+
+def test_a_block_that_gets_its_name_late_is_claimed_on_every_tier_that_has_it() -> None:
+    book = ledger()
+    tell(book, stored(1, 2), Stored((1001,), None, b"", 0, medium="CPU"))  # the parent is not known yet
+    assert merged(tell(book, stored(0, 1), stored(1, 2))) == [Add(tuple(keys(2))), Add((keys(2)[1],), "cpu")]
+
+
+def test_copies_beyond_the_counter_stay_claimed() -> None:
+    book = ledger()
+    for _ in range(70_000):
+        tell(book, stored(0, 1))
+    for _ in range(65_534):
+        assert tell(book, removed(0)) == []
+    assert book.claimed["gpu"] == 1
+
+
+def test_salts_without_end_keep_no_root_without_end() -> None:
+    book = ledger()
+    for n in range(5000):
+        tell(book, stored(0, 1, names=10 * n + 1, extra_keys=[[f"s{n}"]]))
+    assert book.claimed["gpu"] == 5000
+    assert len(book._roots) <= 4096
+    tell(book, stored(0, 1, names=1, extra_keys=[["s0"]]))
+    assert book.claimed["gpu"] == 5000  # the root that was let go comes out the same
 
 
 def test_a_masked_event_is_not_sliced_blindly() -> None:
@@ -356,6 +398,28 @@ def test_a_replay_that_begins_too_late_clears_and_goes_on_from_there() -> None:
     assert index.held["gpu"] == set()  # the rest has unknown parents
     assert (book.last_seq, book.whole, book.exhausted) == (5, False, True)
     assert book.receive(6, B[6], 106) == []
+
+
+@pytest.mark.parametrize(
+    "batches", [range(6), range(2, 6)], ids=["from before what was asked", "from right behind what is known"]
+)
+def test_a_gap_is_filled_by_whatever_replay_joins_it(batches: range) -> None:
+    book, index = at(1)
+    ask = book.receive(5, B[5], 105)
+    assert isinstance(ask, AskReplay)
+    assert replay(book, index, ask, batches) is None
+    assert index.held["gpu"] == set(keys(6))
+    assert book.facts.forgets == 0
+
+
+def test_a_replay_that_says_a_batch_twice_is_heard_once() -> None:
+    book, index = at(1)
+    book.begin_replay(AskReplay(1, "gap"))
+    for seq in (1, 2, 2, 1, 3):
+        told = book.replayed(seq, B[seq], 100 + seq)
+        assert isinstance(told, list)
+        index.apply(told)
+    assert (book.last_seq, index.held["gpu"]) == (3, set(keys(4)))
 
 
 def test_a_replay_with_a_hole_is_asked_again_from_the_hole() -> None:
@@ -569,5 +633,8 @@ def test_a_broken_snapshot_is_no_snapshot() -> None:
         assert found is None or found == taken  # bits that mean nothing to zlib
     for change in ({"version": 0}, {"parts": [8] * 63}, {"parts": [7] * 64}, {"names": b""}, {"last_seq": -1}):
         assert unpack(pack(msgspec.structs.replace(taken, **change))) is None
+    cut = 8 * taken.parts[-1]
+    fewer = {name: getattr(taken, name)[:-cut] for name in ("names", "values", "counts")}
+    assert not ledger().restore(msgspec.structs.replace(taken, parts=taken.parts[:-1], **fewer))  # another table's
     full = msgspec.structs.replace(taken, names=b"\1" * len(taken.names))
     assert not ledger().restore(full)  # no empty place: probing would never end

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from indexer.wire import Batch, Cleared, Removed, Stored, Unknown, WireError, decode
+from indexer.wire import PAYLOAD_MAX_BYTES, Batch, Cleared, Removed, Stored, Unknown, WireError, decode
 from tests.fakes.recorded import SETS, as_arrays, as_map_batch, frames, raw
 
 
@@ -163,3 +163,20 @@ def test_random_and_flipped_bytes_raise_nothing_else() -> None:
         for _ in range(rng.randrange(1, 8)):
             flipped[rng.randrange(len(flipped))] = rng.randrange(256)
         survives(bytes(flipped))
+
+
+def test_a_payload_beyond_the_bound_is_not_read() -> None:
+    with pytest.raises(WireError, match="at most"):
+        decode(bytes(PAYLOAD_MAX_BYTES + 1))
+
+
+@pytest.mark.parametrize("parent", ["text", [1], 1.5])
+def test_a_parent_that_is_no_hash_is_refused(parent: Any) -> None:
+    with pytest.raises(WireError, match="parent_block_hash"):
+        decode(pack({**STORED_MAP, "parent_block_hash": parent}))
+
+
+@pytest.mark.parametrize("change", [{"token_ids": "text"}, {"block_size": "16"}, {"block_size": True}])
+def test_blocks_without_tokens_or_size_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="token_ids and block_size"):
+        decode(pack({**STORED_MAP, **change}))

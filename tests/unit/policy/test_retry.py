@@ -44,3 +44,14 @@ def test_ambiguous_retries_can_be_switched_off() -> None:
 def test_the_budget_bounds_what_costs_the_fleet_work_and_nothing_else() -> None:
     assert after("backpressure", reserve=0) == Enough("budget")
     assert after("connect", reserve=0) == Again()
+
+
+def test_every_new_request_earns_a_part_of_a_retry_up_to_the_reserve() -> None:
+    budget = RetryBudget(ratio=0.1, reserve_retries=1)
+    assert [budget.spend(), budget.spend()] == [True, False]
+    for _ in range(9):
+        budget.request()
+    assert not budget.spend()
+    for _ in range(100):
+        budget.request()
+    assert [budget.spend(), budget.spend()] == [True, False]
