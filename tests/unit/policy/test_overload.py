@@ -45,6 +45,14 @@ def test_overloaded_is_when_every_worker_that_fits_is(candidates: list[Candidate
     assert overloaded(candidates, REQUEST, 0.3) is full
 
 
+def test_a_ticket_stands_in_line_until_it_is_served_and_is_like_no_other() -> None:
+    line, first, second = Line(), Ticket(work_s=1.0, since_s=0.0), Ticket(work_s=1.0, since_s=0.0)
+    line.enter(first)
+    assert (first in line, second in line) == (True, False)
+    line.serve(first)
+    assert first not in line
+
+
 def test_work_is_counted_where_most_is_held() -> None:
     assert least_work_s([worker("a"), worker("b", 90_000, held=4000)], REQUEST) == pytest.approx(0.1)
     assert least_work_s([worker("a", ready=False)], REQUEST) == 0.0
