@@ -13,7 +13,7 @@ May import: the standard library, msgspec, xxhash, loadtest.blocks, loadtest.pro
 import heapq
 import struct
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from random import Random
 
@@ -97,6 +97,8 @@ class Gauges(msgspec.Struct, frozen=True):
     generation_tokens: int
     finished_requests: int
     aborted_requests: int
+    running_adapters: tuple[str, ...] = ()  # with max_loras only: those that have running requests, ...
+    waiting_adapters: tuple[str, ...] = ()  # ... waiting ones
 
 
 class _Sequence:
@@ -144,6 +146,9 @@ class Engine:
         self._admissions = 0
         self._arrivals = 0
         self._blocked_hashes: frozenset[int] | None = None  # the first waiting request does not fit until ...
+        self._lora_running: Counter[str] = Counter()  # running requests by adapter, with max_loras only
+        self._lora_slots: dict[str, None] = {}  # adapters on the GPU, least recently used first
+        self._lora_loads = 0  # in this step
         self._private_hashes = (seed & 0xFFFF) << 40
         self._queries = self._hits = self._preemptions = 0
         self._prompt_tokens = self._generated = self._finished = self._aborted = 0
@@ -217,7 +222,13 @@ class Engine:
             generation_tokens=self._generated,
             finished_requests=self._finished,
             aborted_requests=self._aborted,
+            running_adapters=tuple(self._lora_running),
+            waiting_adapters=self._waiting_adapters() if self.profile.max_loras else (),
         )
+
+    def _waiting_adapters(self) -> tuple[str, ...]:
+        waiting = [*self._waiting, *(a[2] for a in self._arriving)]
+        return tuple(dict.fromkeys(s.request.lora_name for s in waiting if s.request.lora_name is not None))
 
     def match(self, hashes: Sequence[int]) -> list[int]:
         """The longest run of a chain that is in the cache now. For oracles: no real pod answers this."""
@@ -247,6 +258,9 @@ class Engine:
         sequences = decoding + result.prefills
         self._advance(completed, result)
         duration_s = p.t0_s + prefill_s + kv_tokens * p.c_kv_s + sequences * p.c_seq_s
+        if self._lora_loads:
+            duration_s += self._lora_loads * p.lora_load_s
+            self._lora_loads = 0
         if p.jitter_ratio:
             duration_s *= 1.0 + p.jitter_ratio * self._rng.random()
         result.ends_s = now_s + duration_s * self.slowdown
@@ -290,7 +304,12 @@ class Engine:
         if result.preempted:
             return seconds, completed
         waiting, limit = self._waiting, self.profile.max_num_seqs
+        max_loras = self.profile.max_loras
+        skipped: list[_Sequence] = []
         while waiting and budget > 0 and len(self._running) < limit and self._blocked_hashes is None:
+            if max_loras and self._has_no_slot(waiting[0]):
+                skipped.append(waiting.popleft())
+                continue
             admitted = self._try_admit(waiting[0])
             if admitted:
                 seq = waiting.popleft()
@@ -298,7 +317,33 @@ class Engine:
                 need = -(-(seq.computed + chunk) // self.profile.block_size_tokens) - len(seq.blocks)
                 seconds += self._run_chunk(seq, chunk, need, completed, result)
                 budget -= chunk
+        waiting.extendleft(reversed(skipped))
         return seconds, completed
+
+    def _has_no_slot(self, seq: _Sequence) -> bool:
+        """All slots belong to running requests of other adapters: vLLM passes the request over, later ones go on."""
+        name = seq.request.lora_name
+        return name is not None and name not in self._lora_running and len(self._lora_running) == self.profile.max_loras
+
+    def _take_slot(self, name: str) -> None:
+        """One more running request of the adapter; it is loaded if it is not there, in the place of an idle one."""
+        slots = self._lora_slots
+        if name in slots:
+            del slots[name]
+        else:
+            self._lora_loads += 1
+            if len(slots) == self.profile.max_loras:
+                del slots[next(n for n in slots if n not in self._lora_running)]
+        slots[name] = None
+        self._lora_running[name] += 1
+
+    def _leave_slot(self, name: str) -> None:
+        slots, running = self._lora_slots, self._lora_running
+        running[name] -= 1
+        if not running[name]:
+            del running[name]
+        del slots[name]
+        slots[name] = None
 
     def _try_admit(self, seq: _Sequence) -> bool:
         """Look the prompt up and take its cached blocks, if the whole sequence fits into the pool now."""
@@ -322,6 +367,8 @@ class Engine:
         self._admissions += 1
         seq.number = self._admissions
         self._running[seq.number] = seq
+        if self.profile.max_loras and seq.request.lora_name is not None:
+            self._take_slot(seq.request.lora_name)
         return True
 
     def _run_chunk(
@@ -410,6 +457,8 @@ class Engine:
     def _leave(self, seq: _Sequence) -> None:
         """Take a running sequence out of the batch. Its blocks are the caller's to release."""
         del self._running[seq.number]
+        if self.profile.max_loras and seq.request.lora_name is not None:
+            self._leave_slot(seq.request.lora_name)
         if seq is self._partial:
             self._partial = None
         if not seq.decoding:

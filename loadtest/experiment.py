@@ -26,6 +26,7 @@ KINDS: Mapping[str, Callable[..., Workload]] = {
     "shared-prefix": workload.shared_prefix,
     "cold": workload.cold,
     "chat": workload.chat,
+    "adapters": workload.adapters,
     "bursts": workload.bursts,
     "rag": workload.rag,
 }

@@ -34,6 +34,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len_tokens: int
+    max_loras: int = 0  # adapters on the GPU at a time; 0: no LoRA, adapters are not looked at
+    lora_load_s: float = 0.0  # what a step lasts longer for each adapter that it brings onto the GPU
     judged: bool = True  # false: a toy for demonstrations
     calibrated: bool = False  # true only when the published tables are reproduced within their bounds
     calibration_note: str = ""

@@ -65,7 +65,7 @@ class Prompts:
 
     def body(self, turn: Turn, answers: Mapping[int, str], *, api: Api, model: str, extra: Mapping[str, Any]) -> bytes:
         """The request of one turn. `answers` has the real replies by the content that stands for them."""
-        asked: dict[str, Any] = {"model": model, "max_tokens": turn.output_tokens, "stream": True}
+        asked: dict[str, Any] = {"model": turn.adapter or model, "max_tokens": turn.output_tokens, "stream": True}
         asked |= {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
         asked |= extra
         if api == "completions":

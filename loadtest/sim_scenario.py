@@ -33,6 +33,8 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     exchange_interval_s: float = 0.1  # 0: routers do not know of each other
     slow_pods: dict[str, float] = {}  # pod number -> how many times slower
     kv_tokens_per_pod: int = 0  # 0: the profile's
+    max_loras: int = 0  # 0: the profile's
+    lora_load_s: float = 0.0  # 0: the profile's
     rate_tokens_per_s: float = 20_000.0  # what the router believes
     shortlist: int = 0  # 0: every pod is scored
     overload_prefill_s: float = 0.0  # routers hold requests while every pod has more prefill booked; 0: never
@@ -79,6 +81,9 @@ def setup(regime: Regime, profile: Profile) -> Setup:
         profile = msgspec.structs.replace(profile, max_model_len_tokens=regime.max_model_len_tokens)
     if world.kv_tokens_per_pod:
         profile = msgspec.structs.replace(profile, num_blocks=world.kv_tokens_per_pod // profile.block_size_tokens)
+    if world.max_loras:
+        load_s = world.lora_load_s or profile.lora_load_s
+        profile = msgspec.structs.replace(profile, max_loras=world.max_loras, lora_load_s=load_s)
     return Setup(
         profile=profile,
         pods=regime.pods,
@@ -168,6 +173,7 @@ KINDS: dict[str, Callable[[int, Path, dict[str, Any]], Workload]] = {
     "shared-prefix": lambda seed, _, spec: workload.shared_prefix(seed, **spec),
     "cold": lambda seed, _, spec: workload.cold(seed, **spec),
     "chat": lambda seed, _, spec: workload.chat(seed, **spec),
+    "adapters": lambda seed, _, spec: workload.adapters(seed, **spec),
     "bursts": lambda seed, _, spec: workload.bursts(seed, **spec),
     "timed-trace": _timed,
     "agent-trace": _agents,

@@ -2,7 +2,7 @@
 
 The same meaning as router.route and router.index, over synthetic block names and bitmaps of pods, so that a ladder runs
 in seconds; tests/sim/test_equivalence.py runs the real keys, wire and Ledger beside it and must see the same choices.
-May import: the standard library, msgspec, router.core, router.policy, router.fleet.bookings.
+May import: the standard library, msgspec, router.core, router.policy, router.fleet.{adapters,bookings,rates}.
 """
 
 from collections import Counter, deque
@@ -15,6 +15,7 @@ import msgspec
 from loadtest.blocks import Event, Removed, Stored
 from router.core.matching import depths
 from router.core.types import BlockKey, WorkerAddress
+from router.fleet.adapters import Adapters
 from router.fleet.bookings import Booking, Bookings
 from router.fleet.rates import PrefillRates
 from router.policy.pick import Candidate
@@ -115,6 +116,7 @@ class RouterView:
         self.index = index
         self.now_s = 0.0
         self.bookings = Bookings(rates=PrefillRates(prior_tokens_per_s), clock=lambda: self.now_s)
+        self.adapters = Adapters(clock=lambda: self.now_s)
         self.scrapes: dict[int, Scrape] = {}
         self.others: list[Shared] = []
         self.exchanging = False
@@ -194,7 +196,9 @@ class RouterView:
         if pod in self._predicted:
             self._predicted[pod].pop(h, None)
 
-    def candidate(self, pod: int, worker: WorkerAddress, matched_tokens: int, rate: float) -> Candidate:
+    def candidate(
+        self, pod: int, worker: WorkerAddress, matched_tokens: int, rate: float, adapter: str = ""
+    ) -> Candidate:
         """The pod as the policy may see it."""
         own = self.bookings.of(worker)
         prefill, requests = own.prefill_tokens, own.inflight_requests
@@ -219,6 +223,7 @@ class RouterView:
             kv_held_ratio=held,
             prefill_tokens_per_s=rate,
             placed_tokens=self.bookings.placed_tokens(worker),
+            adapter_s=self.adapters.delay_s(worker, adapter) if adapter else 0.0,
         )
 
     def crowd(self, key: int | None) -> int:

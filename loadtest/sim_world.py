@@ -9,7 +9,7 @@ May import: the standard library, msgspec, router.core, router.policy, router.fl
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import Any
 
@@ -24,6 +24,8 @@ from router.core.types import WorkerAddress
 from router.fleet.bookings import Booking
 from router.policy.overload import Line, Ticket, least_work_s, overloaded
 from router.policy.pick import Candidate, Chosen, Costs, Policy, RoutingRequest, price, uncached_tokens
+
+SCRAPE_VALID_S = 10.0  # as the router's scrape_stale_after_s
 
 
 class FleetEvent(msgspec.Struct, frozen=True):
@@ -107,6 +109,7 @@ class _Flight(msgspec.Struct, gc=False):
     router: int = 0
     booking: Booking | None = None
     prediction: Prediction | None = None
+    leave_adapter: Callable[[], None] | None = None
 
 
 class _Look(msgspec.Struct, frozen=True, gc=False):
@@ -290,7 +293,7 @@ class Simulation:
             sequence=next(self._requests),
             affinity=usable[0].to_bytes(8, "big") if usable else b"",
         )
-        return _Look(self._candidates(view, found, live), request, found, key)
+        return _Look(self._candidates(view, found, live, flight.turn.adapter), request, found, key)
 
     def _dispatch(self, flight: _Flight, look: _Look) -> None:
         """Decide, book and send."""
@@ -315,11 +318,13 @@ class Simulation:
             prompt_tokens=sample.prompt_tokens,
             key=look.key,
         )
+        if flight.turn.adapter:
+            flight.leave_adapter = view.adapters.hold(decision.worker, flight.turn.adapter)
         flight.prediction = view.predict(pod, flight.hashes[: sample.prompt_tokens // size], self.now_s)
         sample.pod, sample.predicted_tokens = pod, blocks * size
         self._submit(flight, request.sequence)
 
-    def _candidates(self, view: RouterView, found: dict[int, int], live: int) -> list[Candidate]:
+    def _candidates(self, view: RouterView, found: dict[int, int], live: int, adapter: str) -> list[Candidate]:
         setup = self.setup
         size = setup.profile.block_size_tokens
         chosen: Sequence[int] = range(len(self._pods))
@@ -335,7 +340,7 @@ class Simulation:
                 rate = view.bookings.rates.tokens_per_s(self._workers[i])
             if rate <= 0:  # the truth
                 rate = setup.profile.prefill_tokens_per_s / self._pods[i].engine.slowdown
-            c = view.candidate(i, self._workers[i], found.get(i, 0) * size, rate)
+            c = view.candidate(i, self._workers[i], found.get(i, 0) * size, rate, adapter)
             if setup.knowledge == "oracle":
                 engine = self._pods[i].engine
                 g = engine.gauges()
@@ -376,11 +381,16 @@ class Simulation:
 
     def _request(self, request_id: int, flight: _Flight) -> Request:
         """What the pod gets; tests with real token ids make their own."""
-        return Request(request_id, flight.sample.prompt_tokens, flight.sample.output_tokens, flight.hashes)
+        sample, name = flight.sample, flight.turn.adapter or None
+        return Request(request_id, sample.prompt_tokens, sample.output_tokens, flight.hashes, lora_name=name)
 
     def _release(self, flight: _Flight) -> None:
         if flight.booking is not None:
             flight.booking.release()
+        if flight.leave_adapter is not None:
+            self._views[flight.router].now_s = self.now_s
+            flight.leave_adapter()
+            flight.leave_adapter = None
         if flight.prediction is not None:
             self._views[flight.router].settle(flight.prediction, self.now_s + self.setup.settle_s)
 
@@ -462,7 +472,8 @@ class Simulation:
             g = pod.engine.gauges()
             self._stage.waiting.append(g.waiting)
             self._stage.kv_used.append(g.kv_usage_ratio)
-            own = [v.bookings.of(self._workers[i]).inflight_requests for v in self._views]
+            worker = self._workers[i]
+            own = [(v.bookings.of(worker).inflight_requests, v.adapters.in_flight(worker)) for v in self._views]
             seen.append((i, g, own))
         for router in range(len(self._views)) if self._held else ():
             self._admit(router)  # what lowers the load without a first token: pods that come, other routers
@@ -472,10 +483,21 @@ class Simulation:
             self._learn_scrape(seen)
         self._at(self.now_s + self.setup.scrape_interval_s, self._scrape, None)
 
-    def _learn_scrape(self, seen: list[tuple[int, Gauges, list[int]]]) -> None:
+    def _learn_scrape(self, seen: list[tuple[int, Gauges, list[tuple[int, Collection[str]]]]]) -> None:
+        max_loras = self.setup.profile.max_loras
         for i, g, own in seen:
-            for view, mine in zip(self._views, own, strict=True):
+            for view, (mine, names) in zip(self._views, own, strict=True):
                 view.scrapes[i] = Scrape(g.running + g.waiting, g.waiting, g.kv_usage_ratio, mine)
+                if max_loras:
+                    view.now_s = self.now_s
+                    view.adapters.scraped(
+                        self._workers[i],
+                        max_loras=max_loras,
+                        running=g.running_adapters,
+                        waiting=g.waiting_adapters,
+                        own=names,
+                        valid_s=SCRAPE_VALID_S,
+                    )
 
     def _exchange(self, _: None) -> None:
         """All routers tell each other, at once."""
@@ -515,6 +537,7 @@ class Simulation:
             self._release(flight)
         for view in self._views:
             view.bookings.retire(self._workers[number])
+            view.adapters.retire(self._workers[number])
         for _, flight in lost:
             if flight.sample.first_s < 0:
                 self._dispatch(flight, self._look(flight))  # it has waited before

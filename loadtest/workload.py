@@ -31,6 +31,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     answer: Segment
     think_s: float = 0.0  # between the answer before and this request; 0 in a first turn
     group: str = ""  # a label for reports
+    adapter: str = ""  # a LoRA adapter's name; turns of different adapters share no streams, as they share no blocks
 
     @property
     def prompt_tokens(self) -> int:
@@ -196,6 +197,35 @@ def chat(
                 break
         sessions.append(Session(t, tuple(turns)))
     return _one_stage("chat", sessions, rate, seconds)
+
+
+def adapters(
+    seed: int,
+    *,
+    rate: float,
+    seconds: float,
+    adapters: int,
+    zipf: float,
+    system_tokens: int,
+    question_tokens: int,
+    output_tokens: int,
+    base_share: float = 0.0,
+) -> Workload:
+    """Open loop over LoRA adapters, each with a system prompt of its own; a share of the requests is of the base model.
+    Answers are exponential around the mean."""
+    rng = Random(seed)
+    systems = [Segment(rng.getrandbits(60), system_tokens) for _ in range(adapters + 1)]
+    cumulative = list(itertools.accumulate((a + 1) ** -zipf for a in range(adapters)))
+    sessions = []
+    for t in poisson(rng, rate, seconds):
+        a = bisect.bisect(cumulative, rng.random() * cumulative[-1])
+        name = "" if rng.random() < base_share else f"adapter{a}"
+        system = systems[a if name else adapters]
+        prompt = tuple(s for s in (system, Segment(rng.getrandbits(60), question_tokens)) if s.tokens)
+        output = 1 + min(int(rng.expovariate(1 / output_tokens)), 8 * output_tokens)
+        answer = Segment(rng.getrandbits(60), output)
+        sessions.append(Session(t, (Turn(prompt, output, answer, group=name or "base", adapter=name),)))
+    return _one_stage("adapters", sessions, rate, seconds)
 
 
 def bursts(

@@ -17,9 +17,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 TIMEOUT_S = 30.0
-FIGURES_WIDTH = 90  # columns beside the pod's name, which is never cut: a narrow terminal breaks lines instead
+FIGURES_WIDTH = 100  # columns beside the pod's name, which is never cut: a narrow terminal breaks lines instead
 _WHERE = "give the router's admin port as --url http://HOST:PORT"
-_HEADS = ("matched", "to do", "queue s", "own s", "regret s", "KV s", "company", "price")
+_HEADS = ("matched", "to do", "queue s", "own s", "regret s", "KV s", "LoRA s", "company", "price")
 
 
 def run(argv: list[str]) -> int:
@@ -94,7 +94,7 @@ def show(answer: dict[str, Any]) -> None:
             Text(row["pod"].removeprefix("http://") + rank, no_wrap=True),
             str(row["matched_tokens"]),
             str(row["uncached_tokens"]),
-            *(f"{t[k]:.3f}" for k in ("queue_s", "own_s", "regret_s", "kv_s")),
+            *(f"{t[k]:.3f}" for k in ("queue_s", "own_s", "regret_s", "kv_s", "adapter_s")),
             f"{t['company']:.0f}",
             f"{t['price']:.3f}",
         )

@@ -43,12 +43,14 @@ class Entry(msgspec.Struct, frozen=True):
 class Listing:
     """All workers of one model."""
 
-    __slots__ = ("_choices", "_fleet", "_order", "_ordered_at_s", "at_s", "by_worker", "entries", "spaces")
+    __slots__ = ("_choices", "_fleet", "_order", "_ordered_at_s", "adapter", "at_s", "by_worker", "entries", "spaces")
 
     def __init__(self, fleet: Fleet, model: str | None, now_s: float) -> None:
         self._fleet = fleet
         self.at_s = now_s
-        self.entries = [_entry(fleet, pod, worker, model) for pod in fleet.serving(model) for worker in pod.workers]
+        pods = fleet.serving(model)
+        self.entries = [_entry(fleet, pod, worker, model) for pod in pods for worker in pod.workers]
+        self.adapter = next((name for pod in pods if (name := pod.lora_name(model)) is not None), None)
         self.by_worker = {e.worker: e for e in self.entries}
         self.spaces = {e.space for e in self.entries if e.space is not None}
         self._order: Sequence[Entry] = ()

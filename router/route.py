@@ -38,7 +38,7 @@ from router.policy.pick import (
 )
 from router.policy.trial import Arm, Control
 from router.prefixes import PrefixTable
-from router.roster import Entry, KeySpace, Roster
+from router.roster import Entry, KeySpace, Listing, Roster
 from router.shadow import Shadow
 from router.tokenize.approximate import BLOCK_BYTES, canonical_prompt
 from router.tokenize.port import NoTokens, PromptTokens, Tokens
@@ -129,6 +129,7 @@ class RouteLimits(msgspec.Struct, frozen=True, kw_only=True):
     confirm_grace_s: float = 1.0  # after first token the events have said it all
     local_ttl_no_events_s: float = 600.0
     prefill_tokens_per_s: float = 20_000.0
+    lora_load_s: float = 0.5
 
 
 class Conductor:
@@ -164,6 +165,7 @@ class Conductor:
         self._costs = costs or Costs()
         self._limits = limits or RouteLimits()
         self._rates = fleet.bookings.rates = PrefillRates(self._limits.prefill_tokens_per_s)
+        fleet.adapters.load_s = self._limits.lora_load_s
         self._rng = rng or random.Random()
         self._peers = peers or Peers(b"")
         self._clock = clock
@@ -356,13 +358,23 @@ class Conductor:
         }
         holders = [w for space, chain in prepared.chains.items() for w in (*chain.held, *local[space])]
         listing = self._roster.of(prepared.request.model)
+        adapter = self._adapter(listing)
         return [
-            self._view(prepared, entry, local)
+            self._view(prepared, entry, local, adapter)
             for entry in self._roster.worth_a_look(listing, holders, everybody=everybody)
             if entry.worker not in exclude and self._fleet.allows(entry.worker)
         ]
 
-    def _view(self, prepared: Prepared, entry: Entry, local: Mapping[KeySpace, Mapping[WorkerAddress, int]]) -> _View:
+    def _adapter(self, listing: Listing) -> str | None:
+        return listing.adapter if self._limits.lora_load_s else None
+
+    def _view(
+        self,
+        prepared: Prepared,
+        entry: Entry,
+        local: Mapping[KeySpace, Mapping[WorkerAddress, int]],
+        adapter: str | None,
+    ) -> _View:
         worker, space = entry.worker, entry.space
         chain = prepared.chains.get(space) if space is not None else None
         gpu = indexed = matched = 0
@@ -382,6 +394,7 @@ class Conductor:
             kv_held_ratio=facts.kv_held_ratio,
             prefill_tokens_per_s=self._rates.tokens_per_s(worker),
             placed_tokens=self.bookings.placed_tokens(worker) + theirs.placed_tokens,
+            adapter_s=0.0 if adapter is None else self._fleet.adapters.delay_s(worker, adapter),
             max_model_len_tokens=entry.max_model_len_tokens if prepared.prompt_tokens is not None else None,
         )
         return _View(pod=entry.pod, candidate=candidate, chain=chain, gpu_tokens=gpu, indexed_tokens=indexed)
@@ -408,6 +421,7 @@ class Conductor:
             def unsay() -> None:
                 self._local.unsay(noted)
 
+        adapter = self._adapter(self._roster.of(prepared.request.model))
         return self.bookings.hold(
             worker,
             uncached_tokens=max(prepared.work_tokens - view.gpu_tokens, 0),
@@ -415,6 +429,7 @@ class Conductor:
             crowd_key=crowd_key,
             on_first_token=settle,
             on_void=unsay,
+            on_release=None if adapter is None else self._fleet.adapters.hold(worker, adapter),
             exact=prepared.prompt_tokens is not None,
         )
 
@@ -468,6 +483,7 @@ class Conductor:
             "kv_held_ratio": c.kv_held_ratio,
             "placed_tokens": c.placed_tokens,
             "peers": msgspec.to_builtins(self._peers.load(c.worker, self._clock())),
+            "adapter_s": c.adapter_s,
             "terms": {**msgspec.structs.asdict(terms), "price": terms.price},
         }
 

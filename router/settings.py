@@ -186,6 +186,9 @@ class ServeSettings(CommonSettings):
         description="how often routers of one --redis-url tell each other their load and choices; 0: never",
     )
     prefill_tokens_per_s: float = Field(20_000.0, gt=0, description="R: a pod's prefill rate before it is learnt")
+    lora_load_s: float = Field(
+        0.5, ge=0, description="a LoRA adapter's way onto a pod's GPU (a small one from a local disk); 0: not looked at"
+    )
     local_ttl_s: float = Field(
         30.0, gt=0, description="how long a routed prefix counts before events or a first token confirm it"
     )

@@ -149,6 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--event-form", choices=("map", "array"), default="map", help="map: vLLM >= 0.24; array: before (map)")
     add("--model", default="tiny", help="served model name (tiny)")
     add("--lora", action="append", default=[], metavar="NAME", help="an adapter in /v1/models; repeatable")
+    add("--max-loras", type=int, help="adapters on the GPU at a time; others wait (no limit, loading costs nothing)")
+    add("--lora-load-s", type=float, default=0.5, help="seconds to load an adapter, with --max-loras (0.5)")
     add("--tokenizer", type=Path, default=TINY_MODEL, help="model directory with tokenizer.json and chat template")
     add("--speed", type=float, default=1.0, help="virtual seconds per second; below 1 is slower than real time (1)")
     add("--stream-interval", type=int, default=1, help="tokens per SSE chunk after the first (1)")
@@ -168,11 +170,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def configs_from(args: argparse.Namespace) -> list[PodConfig]:
     """One PodConfig per pod. Raises FileNotFoundError and ValueError with the cure."""
     profile = load_profile(args.profile)
-    changes: dict[str, int] = {}
+    changes: dict[str, float] = {}
     if args.kv_blocks:
         changes["num_blocks"] = args.kv_blocks
     if args.max_model_len:
         changes["max_model_len_tokens"] = args.max_model_len
+    if args.max_loras:
+        changes |= {"max_loras": args.max_loras, "lora_load_s": args.lora_load_s}
     if changes:
         profile = msgspec.structs.replace(profile, calibrated=False, **changes)
     if args.pods < 1 or args.processes < 1 or args.stream_interval < 1 or args.speed <= 0:

@@ -37,6 +37,14 @@ def render(pod: EmulatedPod) -> str:
     add("vllm:engine_sleep_state", "gauge", 1, ',sleep_state="awake"')
     lines += _ttft(pod, labels)
     p = c.profile
+    if p.max_loras:
+        text = f'max_lora="{p.max_loras}",running_lora_adapters="{",".join(g.running_adapters)}"'
+        text += f',waiting_lora_adapters="{",".join(g.waiting_adapters)}"'
+        lines += [
+            "# HELP vllm:lora_requests_info Running stats on lora requests.",
+            "# TYPE vllm:lora_requests_info gauge",
+        ]
+        lines.append(f"vllm:lora_requests_info{{{text}}} {pod.life.started_unix_s!r}")
     info = {
         "block_size": p.block_size_tokens,
         "enable_prefix_caching": True,

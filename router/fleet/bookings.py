@@ -38,8 +38,8 @@ class Booking:
     """One request on one worker. A context manager; `first_token` and `release` are idempotent."""
 
     __slots__ = (
-        "_crowd", "_crowd_key", "_eased", "_learn", "_load", "_on_first_token", "_on_void", "_prompt_tokens", "_state",
-        "_uncached_tokens",
+        "_crowd", "_crowd_key", "_eased", "_learn", "_load", "_on_first_token", "_on_release", "_on_void",
+        "_prompt_tokens", "_state", "_uncached_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +52,7 @@ class Booking:
         crowd_key: BlockKey | None,
         on_first_token: Callable[[], None] | None = None,
         on_void: Callable[[], None] | None = None,
+        on_release: Callable[[], None] | None = None,
         learn: Callable[[], None] | None = None,
         eased: Callable[[], None] | None = None,
     ) -> None:
@@ -64,6 +65,7 @@ class Booking:
         self._crowd_key = crowd_key
         self._on_first_token = on_first_token
         self._on_void = on_void
+        self._on_release = on_release
         self._state = "prefill"
         load.prefill_tokens += uncached_tokens
         load.inflight_requests += 1
@@ -111,6 +113,8 @@ class Booking:
             self._load.decode_context_tokens -= self._prompt_tokens
         self._load.inflight_requests -= 1
         self._state = "over"
+        if self._on_release is not None:
+            self._on_release()
         if self._crowd_key is not None:
             left = self._crowd[self._crowd_key] - 1
             if left > 0:
@@ -154,11 +158,13 @@ class Bookings:
         crowd_key: BlockKey | None = None,
         on_first_token: Callable[[], None] | None = None,
         on_void: Callable[[], None] | None = None,
+        on_release: Callable[[], None] | None = None,
         exact: bool = False,
     ) -> Booking:
         """Book a request; release it by leaving the `with` block or by `release()`.
 
-        `on_first_token` is called once, when the prompt has been computed; `on_void` once, if it never was.
+        `on_first_token` is called once, when the prompt has been computed; `on_void` once, if it never was;
+        `on_release` once, when the request has ended.
         `exact`: the tokens are counted, not guessed, so the time to the first one may be learnt from.
         """
         load = self.of(worker)
@@ -173,6 +179,7 @@ class Bookings:
             crowd_key=crowd_key,
             on_first_token=on_first_token,
             on_void=on_void,
+            on_release=on_release,
             learn=self._lesson(worker, load.prefill_tokens + max(uncached_tokens, 1)) if exact else None,
             eased=self.eased,
         )

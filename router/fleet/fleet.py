@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 
 from router.core.types import WorkerAddress
+from router.fleet.adapters import Adapters
 from router.fleet.bookings import Bookings
 from router.fleet.breaker import Breaker
 from router.fleet.discovery import Discovery
@@ -95,6 +96,7 @@ class Fleet:
     ) -> None:
         self.state = FleetState()
         self.bookings = bookings or Bookings()
+        self.adapters = Adapters(clock=clock)
         self._times = times or FleetTimes()
         self._default_block_size_tokens = default_block_size_tokens
         self._headers = dict(headers or {})
@@ -203,6 +205,7 @@ class Fleet:
         pod = self.state.pods.get(identity)
         for worker in pod.workers if pod else ():
             self.bookings.retire(worker)
+            self.adapters.retire(worker)
             self._breakers.pop(worker, None)
 
     def _restarted(self, identity: str) -> None:
@@ -401,6 +404,7 @@ class Fleet:
         pod = self.state.pods.get(identity)
         for worker in pod.workers if pod else ():
             self.bookings.retire(worker)
+            self.adapters.retire(worker)
             self._breakers.pop(worker, None)
 
     async def _health(self, pod: Pod) -> int:
@@ -446,6 +450,7 @@ class Fleet:
     async def _scrape(self, pod: Pod, life: _Life) -> None:
         assert self._session is not None
         before = {w.rank: self.bookings.of(w).inflight_requests for w in pod.workers}
+        own_adapters = {w: self.adapters.in_flight(w) for w in pod.workers}
         async with (
             asyncio.timeout(self._times.scrape_timeout_s),
             self._session.get(pod.spec.url + "/metrics", allow_redirects=False) as reply,
@@ -460,6 +465,7 @@ class Fleet:
         if known.started_at_s and sample.started_at_s and sample.started_at_s != known.started_at_s:
             self._replaced(pod.spec.identity, life)
         life.sample = sample
+        self._scraped_adapters(sample, own_adapters)
         after = {w.rank: self.bookings.of(w).inflight_requests for w in known.workers}
         life.own_at_scrape = {rank: max(own, before.get(rank, 0)) for rank, own in after.items()}
         self._apply(
@@ -471,6 +477,21 @@ class Fleet:
                 block_size_tokens=sample.block_size_tokens,
             )
         )
+
+    def _scraped_adapters(self, sample: LoadSample, own: Mapping[WorkerAddress, Collection[str]]) -> None:
+        lora = sample.lora
+        if lora is None:
+            return
+        alone = len(own) == 1  # else nobody can say which rank has them: its slots are known, others' use is not
+        for worker, names in own.items():
+            self.adapters.scraped(
+                worker,
+                max_loras=lora.max_loras,
+                running=lora.running if alone else (),
+                waiting=lora.waiting if alone else (),
+                own=names,
+                valid_s=self._times.scrape_stale_after_s,
+            )
 
     # -- showing --------------------------------------------------------------------------------------------------
 
@@ -514,6 +535,7 @@ class Fleet:
             "kv_held_ratio": None if rank is None else rank.kv_held_ratio,
             "cache_queries_tokens": None if rank is None else rank.cache_queries_tokens,
             "cache_hits_tokens": None if rank is None else rank.cache_hits_tokens,
+            "adapters": self.adapters.status(worker),
         }
 
 

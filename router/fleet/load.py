@@ -10,7 +10,7 @@ import msgspec
 
 _WANTED = re.compile(
     rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|cache_config_info"
-    rb"|prefix_cache_queries_total|prefix_cache_hits_total)(?:\{([^\n]*)\})? ([^\s]+)",
+    rb"|prefix_cache_queries_total|prefix_cache_hits_total|lora_requests_info)(?:\{([^\n]*)\})? ([^\s]+)",
     re.MULTILINE,
 )
 _START = re.compile(rb"^process_start_time_seconds(?:\{[^\n]*\})? ([^\s]+)", re.MULTILINE)
@@ -27,6 +27,14 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     cache_hits_tokens: float | None = None  # of those, found
 
 
+class LoraLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters that have requests now. One for the whole pod: vLLM does not tell its ranks apart here."""
+
+    max_loras: int  # slots on the GPU
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
 class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
     """One scrape. `ranks` by engine index; `taken_at_s` is the reader's monotonic clock."""
 
@@ -36,6 +44,7 @@ class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: int | None = None
     kv_blocks: int | None = None
     prefix_caching: bool | None = None
+    lora: LoraLoad | None = None  # None: the pod serves no adapters, or has not said
 
 
 def is_stale(sample: LoadSample, *, now_s: float, stale_after_s: float) -> bool:
@@ -47,8 +56,14 @@ def parse_metrics(text: bytes, *, now_s: float) -> LoadSample:
     """Read a Prometheus text page. Lines that cannot be read are as good as absent; nothing is raised."""
     ranks: dict[int, dict[str, float]] = {}
     info: dict[str, str] = {}
+    adapters, adapters_at = b"", 0.0
     for name, raw_labels, raw_value in _WANTED.findall(text):
-        labels = {k.decode(): v.decode("utf-8", "replace") for k, v in _LABEL.findall(raw_labels)}
+        if name == b"lora_requests_info":  # a line for each state there ever was; its value is when it was so last
+            at = _number(raw_value)
+            if at is not None and at >= adapters_at:
+                adapters, adapters_at = raw_labels, at
+            continue
+        labels = _labels(raw_labels)
         if name == b"cache_config_info":
             info = info or labels
             continue
@@ -65,7 +80,27 @@ def parse_metrics(text: bytes, *, now_s: float) -> LoadSample:
         block_size_tokens=_whole(info.get("hash_block_size")) or _whole(info.get("block_size")),
         kv_blocks=_whole(info.get("num_gpu_blocks")),
         prefix_caching={"True": True, "False": False}.get(info.get("enable_prefix_caching", "")),
+        lora=_lora(_labels(adapters)),
     )
+
+
+def _labels(raw: bytes) -> dict[str, str]:
+    return {k.decode(): v.decode("utf-8", "replace") for k, v in _LABEL.findall(raw)}
+
+
+def _lora(labels: Mapping[str, str]) -> LoraLoad | None:
+    most = _whole(labels.get("max_lora"))
+    if not most:
+        return None
+    return LoraLoad(
+        max_loras=most,
+        running=_names(labels.get("running_lora_adapters", "")),
+        waiting=_names(labels.get("waiting_lora_adapters", "")),
+    )
+
+
+def _names(joined: str) -> tuple[str, ...]:
+    return tuple(name for name in joined.split(",") if name)
 
 
 def _rank(values: Mapping[str, float]) -> RankLoad:

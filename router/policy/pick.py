@@ -24,6 +24,7 @@ class Candidate(msgspec.Struct, frozen=True):
     kv_held_ratio: float = 0.0  # share of the worker's KV cache held by running requests, 0..1
     prefill_tokens_per_s: float = 20_000.0  # R, learnt or configured
     placed_tokens: int = 0  # of prompts that nobody held, sent there lately
+    adapter_s: float = 0.0  # until the request's LoRA adapter could run there: waiting for a slot, loading
     ready: bool = True
     max_model_len_tokens: int | None = None
 
@@ -45,6 +46,7 @@ class Costs(msgspec.Struct, frozen=True):
     crowd_half_requests: float = 2.0  # c0
     n0_requests: float = 4.0
     w_kv_prompts: float = 0.85  # a full cache weighs as much as computing so many of this prompt
+    w_adapter: float = 3.0  # like alpha: loading again what another worker has spends capacity and evicts somebody
     placement_miss_ratio: float = 0.95  # above this share missing everywhere, place where least was placed
     placement_slack_ratio: float = 1.5
     home_miss_ratio: float = 0.1  # up to this share missing at its holders, the quiet ones are taken in a fixed order
@@ -70,17 +72,18 @@ Policy = Callable[[Sequence[Candidate], RoutingRequest, Costs, Random], Decision
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """One candidate's price by part, for explain: J = (queue_s + own_s + regret_s + kv_s) * company."""
+    """One candidate's price by part, for explain: J = (queue_s + own_s + regret_s + kv_s + adapter_s) * company."""
 
     queue_s: float
     own_s: float
     regret_s: float
     kv_s: float
+    adapter_s: float
     company: float
 
     @property
     def price(self) -> float:
-        return (self.queue_s + self.own_s + self.regret_s + self.kv_s) * self.company
+        return (self.queue_s + self.own_s + self.regret_s + self.kv_s + self.adapter_s) * self.company
 
 
 def uncached_tokens(candidate: Candidate, request: RoutingRequest) -> int:
@@ -108,6 +111,7 @@ def price(c: Candidate, m_min: int, request: RoutingRequest, costs: Costs) -> Te
         own_s=m / r,
         regret_s=a * (m - m_min) / r,
         kv_s=costs.w_kv_prompts * c.kv_held_ratio * request.prompt_tokens / r,
+        adapter_s=costs.w_adapter * c.adapter_s,
         company=n + costs.n0_requests,
     )
 
@@ -129,7 +133,7 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
             (c.placed_tokens, p, c)
             for p, c in priced
             if p <= least * costs.placement_slack_ratio
-            or (c.booked_prefill_tokens == 0 and c.inflight_requests <= quiet)
+            or (c.booked_prefill_tokens == 0 and c.inflight_requests <= quiet and not c.adapter_s)
         ]
         smallest = min(near, key=lambda t: (t[0], t[1]))
         best = [c for w, p, c in near if w == smallest[0] and p == smallest[1]]
@@ -157,6 +161,7 @@ def _home(
         if c.inflight_requests <= quiet
         and uncached_tokens(c, request) == m_min
         and c.booked_prefill_tokens <= m_min  # no more ahead than its own part
+        and not c.adapter_s
     ]
     return min((*best, *holders), key=lambda c: xxhash.xxh3_64_intdigest(request.affinity + str(c.worker).encode()))
 

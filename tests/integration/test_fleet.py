@@ -17,6 +17,7 @@ from zmq.asyncio import Context
 
 from loadtest.fleet import PodConfig, RunningPod, running_fleet
 from loadtest.profile import Profile
+from router.fleet.load import LoraLoad, parse_metrics
 
 RECORDED = Path(__file__).parent.parent / "data" / "recorded"
 PROFILE = Profile(
@@ -60,6 +61,26 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         while not condition():
             await asyncio.sleep(0.01)
     assert condition(), what
+
+
+async def test_a_pod_with_one_slot_for_adapters_lets_the_second_wait_and_says_so() -> None:
+    profile = msgspec.structs.replace(PROFILE, max_loras=1)
+    async with one_pod(profile=profile, loras=("a", "b")) as (_, http):
+        first = asyncio.create_task(ask(http, "x", model="a", max_tokens=600))
+        lora = None
+        async with asyncio.timeout(20):
+            while lora is None or not lora.running:
+                async with http.get("/metrics") as reply:
+                    lora = parse_metrics(await reply.read(), now_s=0.0).lora
+            second = asyncio.create_task(ask(http, "x", model="b"))
+            while not lora.waiting:
+                async with http.get("/metrics") as reply:
+                    lora = parse_metrics(await reply.read(), now_s=0.0).lora
+                assert lora is not None
+        assert lora == LoraLoad(max_loras=1, running=("a",), waiting=("b",))
+        assert not first.done()
+        await first
+        await second
 
 
 async def test_it_counts_the_tokens_that_a_real_engine_counted() -> None:

@@ -36,6 +36,8 @@ class ReferenceEngine:
         self.events: list[Event] = []
         self.private = private_start
         self.arrivals = 0
+        self.slots: list[str] = []  # adapters on the GPU, least recently used first
+        self.loads = 0
 
     def submit(self, request: Request, now_s: float) -> None:
         self.arrivals += 1
@@ -45,8 +47,11 @@ class ReferenceEngine:
     def abort(self, request_id: object) -> None:
         for seq in self.running + self.waiting:
             if seq.request.id == request_id:
-                (self.running if seq in self.running else self.waiting).remove(seq)
+                was_running = seq in self.running
+                (self.running if was_running else self.waiting).remove(seq)
                 self.release(seq)
+                if was_running:
+                    self.touch(seq)
                 return
         self.arriving = [a for a in self.arriving if a[2].request.id != request_id]
 
@@ -114,6 +119,35 @@ class ReferenceEngine:
             )
         )
 
+    def touch(self, seq: PlainSequence) -> None:
+        """Its adapter was used now."""
+        name = seq.request.lora_name
+        if self.p.max_loras and name is not None:
+            if name in self.slots:
+                self.slots.remove(name)
+            self.slots.append(name)
+
+    def running_adapters(self) -> set[str]:
+        return {s.request.lora_name for s in self.running if s.request.lora_name is not None}
+
+    def slot_is_free_for(self, seq: PlainSequence) -> bool:
+        name = seq.request.lora_name
+        return not self.p.max_loras or name is None or len(self.running_adapters() | {name}) <= self.p.max_loras
+
+    def take_slot(self, seq: PlainSequence) -> int:
+        """How many adapters had to be loaded: 0 or 1."""
+        name = seq.request.lora_name
+        if not self.p.max_loras or name is None:
+            return 0
+        loads = 0
+        if name not in self.slots:
+            loads = 1
+            if len(self.slots) == self.p.max_loras:
+                self.slots.remove(next(n for n in self.slots if n not in self.running_adapters()))
+        self.touch(seq)
+        self.loads += loads
+        return loads
+
     def allocate(self, seq: PlainSequence, new: int) -> bool:
         need = -(-(seq.computed + new) // self.p.block_size_tokens) - len(seq.blocks)
         blocks = self.take(need)
@@ -140,6 +174,7 @@ class ReferenceEngine:
             while not ok:
                 victim = self.running.pop()
                 self.release(victim)
+                self.touch(victim)
                 self.waiting.insert(0, victim)
                 result.preempted.append(victim.request.id)
                 if victim is seq:
@@ -150,8 +185,12 @@ class ReferenceEngine:
             scheduled.append((seq, new))
             budget -= new
             i += 1
-        while not result.preempted and self.waiting and budget > 0 and len(self.running) < p.max_num_seqs:
-            seq = self.waiting[0]
+        at = 0  # requests before it were passed over
+        while not result.preempted and at < len(self.waiting) and budget > 0 and len(self.running) < p.max_num_seqs:
+            seq = self.waiting[at]
+            if not self.slot_is_free_for(seq):
+                at += 1
+                continue
             hit: list[int] = []
             if not seq.request.skip_cache_read:
                 for k in range((seq.tokens - 1) // bs):
@@ -172,7 +211,8 @@ class ReferenceEngine:
                 seq.cached = seq.computed
             new = min(seq.tokens - seq.computed, budget)
             assert self.allocate(seq, new)
-            self.waiting.pop(0)
+            self.waiting.pop(at)
+            result.ends_s += self.take_slot(seq) * p.lora_load_s
             self.running.append(seq)
             scheduled.append((seq, new))
             budget -= new
@@ -205,4 +245,5 @@ class ReferenceEngine:
             if seq.outputs == seq.request.output_tokens:
                 self.running.remove(seq)
                 self.release(seq)
+                self.touch(seq)
                 result.finished.append(seq.request.id)

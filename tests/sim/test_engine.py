@@ -51,9 +51,14 @@ def random_request(rng: Random, number: int, profile: Profile, chains: list[list
 class World:
     """Both engines fed alike. `step` compares them and replays the events into a plain count of copies."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, adapters: int = 0) -> None:
         self.rng = Random(seed)
         self.profile = small_profile(self.rng)
+        self.adapters = adapters
+        if adapters:
+            self.profile = msgspec.structs.replace(self.profile, max_loras=1 + seed % 3, lora_load_s=0.05)
+        self.loads = self.passed_over = 0
+        self.lora_chains: dict[str, list[list[int]]] = {}
         self.fast = Engine(self.profile, seed=0)
         self.plain = ReferenceEngine(self.profile)
         self.chains: list[list[int]] = [[self.rng.getrandbits(60) for _ in range(60)] for _ in range(3)]
@@ -62,7 +67,6 @@ class World:
         self.live: set[str | int] = set()
         self.told: Counter[int] = Counter()
         self.ledger = Ledger(seed="s", model="m")
-        self.root = root_key(seed="s", model="m")
         self.keys: dict[int, BlockKey] = {}
         self.claimed: set[BlockKey] = set()
         self.batches = 0
@@ -84,7 +88,12 @@ class World:
         assert self.fast.gauges().kv_usage_ratio == 0.0
 
     def submit(self) -> None:
-        request = random_request(self.rng, self.sent, self.profile, self.chains)
+        chains, name = self.chains, None
+        if self.adapters and self.rng.random() < 0.8:  # an adapter's blocks are its own
+            name = f"ad{self.rng.randrange(self.adapters)}"
+            chains = self.lora_chains.setdefault(name, [[self.rng.getrandbits(60) for _ in range(60)]])
+        request = random_request(self.rng, self.sent, self.profile, chains)
+        request.lora_name = name
         self.sent += 1
         self.fast.submit(request, self.now_s)
         self.plain.submit(request, self.now_s)
@@ -105,6 +114,7 @@ class World:
             return
         assert theirs is not None
         self.compare(mine, theirs)
+        self.check_slots()
         self.replay(mine)
         self.check_pool()
         self.now_s = mine.ends_s
@@ -124,7 +134,8 @@ class World:
         for event in result.events:
             if isinstance(event, Stored):
                 ids = [[h & 0xFFFFFFFF, *[h >> 32] * (size - 1)] for h in event.hashes]
-                parent = self.root if event.parent is None else self.keys[event.parent]
+                root = root_key(seed="s", model="m", lora_name=event.lora_name)
+                parent = root if event.parent is None else self.keys[event.parent]
                 for h, block in zip(event.hashes, ids, strict=True):
                     parent = self.keys[h] = next_key(parent, pack_tokens(block))
                 event = msgspec.structs.replace(event, token_ids=[t for block in ids for t in block])
@@ -158,6 +169,17 @@ class World:
         self.preempted += len(result.preempted)
         self.live.difference_update(result.finished)
 
+    def check_slots(self) -> None:
+        """Running adapters have slots, there are no more than there may be, and both engines loaded the same."""
+        fast, running = self.fast, Counter(s.request.lora_name for s in self.fast._running.values())
+        del running[None]
+        assert fast._lora_running == (running if self.adapters else Counter())
+        assert set(fast._lora_running) <= set(fast._lora_slots)
+        assert len(fast._lora_slots) <= self.profile.max_loras
+        assert list(fast._lora_slots) == self.plain.slots
+        self.loads = self.plain.loads
+        self.passed_over += bool(set(fast.gauges().waiting_adapters) - set(fast.gauges().running_adapters))
+
     def check_pool(self) -> None:
         """No block is lost or doubly free, no count is negative, the table is what the events said."""
         pool = self.fast._pool
@@ -177,6 +199,14 @@ def test_the_fast_engine_is_the_plain_engine(seed: int) -> None:
     world = World(seed)
     world.run(steps=120)
     assert max(world.firsts.values(), default=1) == 1, "a first token comes once"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fast_engine_is_the_plain_engine_with_adapters(seed: int) -> None:
+    world = World(seed, adapters=5)
+    world.run(steps=120)
+    assert world.loads > 3, "adapters come and go"
+    assert world.passed_over > 3, "requests wait for a slot"
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ def to_wire(events: Sequence[Event]) -> bytes:
                 {
                     "type": "BlockStored", "block_hashes": list(e.hashes), "parent_block_hash": e.parent,
                     "token_ids": list(e.token_ids), "block_size": e.block_size_tokens, "lora_id": None, "medium": "GPU",
+                    "lora_name": e.lora_name,
                 }
             )  # fmt: skip
         elif isinstance(e, Removed):

@@ -8,7 +8,9 @@ import pytest
 from router import doctor, explain
 
 POD = "http://a-rather-long-name.of-a-pod.somewhere.svc.cluster.local:8000"
-TERMS = {"queue_s": 0.5, "own_s": 0.25, "regret_s": 0.0, "kv_s": 0.125, "company": 4.0, "price": 3.5}
+TERMS = {
+    "queue_s": 0.5, "own_s": 0.25, "regret_s": 0.0, "kv_s": 0.125, "adapter_s": 0.75, "company": 4.0, "price": 6.5,
+}  # fmt: skip
 
 
 def answer(**fields: Any) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def test_a_pod_is_named_whole_on_a_narrow_terminal(
     explain.show(answer())
     printed = capsys.readouterr().out
     (line,) = [x for x in printed.splitlines() if x.startswith(POD.removeprefix("http://"))]
-    assert line.split()[1:] == ["rank", "1", "32", "16", "0.500", "0.250", "0.000", "0.125", "4", "3.500"]
+    assert line.split()[1:] == ["rank", "1", "32", "16", "0.500", "0.250", "0.000", "0.125", "0.750", "4", "6.500"]
     assert "48 tokens" in printed
 
 

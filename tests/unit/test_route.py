@@ -16,7 +16,7 @@ from router.index.memory import MemoryIndex
 from router.index.port import Held, IndexReader
 from router.ops import Metrics
 from router.policy.baselines import POLICIES
-from router.route import Choice, Conductor, Refused, RouteRequest
+from router.route import Choice, Conductor, Refused, RouteLimits, RouteRequest
 from router.tokenize.port import NoTokens, PromptTokens
 
 BLOCK = 16
@@ -329,3 +329,32 @@ async def test_a_rank_is_named_only_where_the_engine_listens_to_it() -> None:
     town.fleet._apply(Seen(spec))
     assert (await town.ask([1] * 40)).data_parallel_rank in (0, 1)
     assert (await town.ask([1] * 40, endpoint="/v1/embeddings")).data_parallel_rank is None
+
+
+async def test_a_request_goes_where_its_adapter_is_and_leaves_no_trace_when_it_has_ended() -> None:
+    town = Town(pods=3)
+    for pod in ("p0", "p1", "p2"):
+        town.fleet.adapters.scraped(WorkerAddress(pod), max_loras=1, running=(), waiting=(), own=(), valid_s=10.0)
+    first = await town.ask([1] * 40, model="ad")
+    base = await town.ask([2] * 400)
+    assert base.worker != first.worker, "the base model needs no adapter, and that pod has company"
+    shown = await explained(town, "ad")
+    away = {w["pod"]: w["adapter_s"] for w in shown["workers"]}
+    assert away == {f"pod-{i}": 0.0 if f"pod-{i}" == first.name else 0.5 for i in range(3)}
+    assert shown["chosen_pod"] == first.name
+    assert all(w["terms"]["adapter_s"] == 0.0 for w in (await explained(town, "m"))["workers"])
+    first.booking.release()
+    assert list(town.fleet.adapters.in_flight(first.worker)) == []
+    assert (await town.ask([4] * 40, model="ad")).worker == first.worker, "it is still loaded there"
+
+
+async def test_adapters_can_be_left_out_of_it() -> None:
+    town = Town(pods=2)
+    town.conductor._limits = RouteLimits(lora_load_s=0.0)
+    choice = await town.ask([1] * 40, model="ad")
+    assert list(town.fleet.adapters.in_flight(choice.worker)) == []
+
+
+async def explained(town: Town, model: str) -> dict[str, Any]:
+    body = msgspec.json.encode([5] * 40)
+    return await town.conductor.explain(RouteRequest(endpoint="/v1/completions", model=model, body=body))

@@ -32,6 +32,31 @@ vllm:kv_cache_usage_perc{engine="1",model_name="a"} 0.25
     assert (ranks[0].waiting_requests, ranks[1].waiting_requests, ranks[1].kv_held_ratio) == (None, 7, 0.25)
 
 
+def test_of_the_adapters_the_newest_line_counts() -> None:
+    """vLLM makes a line for every set of adapters there ever was; the value is when it was so last."""
+    page = b"""
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="",waiting_lora_adapters=""} 1.7e+09
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="a,b",waiting_lora_adapters="c"} 1.700000005e+09
+vllm:lora_requests_info{max_lora="4",running_lora_adapters="a",waiting_lora_adapters=""} 1.700000001e+09
+"""
+    lora = parse_metrics(page, now_s=0.0).lora
+    assert lora is not None
+    assert (lora.max_loras, lora.running, lora.waiting) == (4, ("a", "b"), ("c",))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"vllm:lora_requests_info{} 1.0",
+        b'vllm:lora_requests_info{max_lora="x"} 1.0',
+        b'vllm:lora_requests_info{max_lora="2"} NaN',
+    ],
+)
+def test_adapters_that_cannot_be_read_are_not_known(page: bytes) -> None:
+    assert parse_metrics(page, now_s=0.0).lora is None
+
+
 @pytest.mark.parametrize(
     "page",
     [b"", b"<html>", b"vllm:num_requests_running{} NaN", b"vllm:num_requests_running +Inf\n", b"\xff\xfe", b"vllm:x{"],
@@ -68,3 +93,19 @@ def test_requests_of_others_that_wait_in_a_pod_are_work_ahead_there() -> None:
         assert work == sorted(set(work)), "more waiting is more work"
     life.sample = None
     assert fleet.facts(worker).prefill_tokens == 0
+
+
+def test_what_a_scrape_says_of_adapters_reaches_the_workers_that_it_can_be_said_of() -> None:
+    fleet = Fleet(clock=lambda: 0.0)
+    fleet.adapters.load_s = 1.0
+    sample = parse_metrics(
+        b'vllm:lora_requests_info{max_lora="1",running_lora_adapters="a",waiting_lora_adapters=""} 1.0', now_s=0.0
+    )
+    one, two, three = WorkerAddress("p"), WorkerAddress("q"), WorkerAddress("q", 1)
+    fleet._scraped_adapters(sample, {one: ()})
+    fleet._scraped_adapters(sample, {two: (), three: ()})
+    assert fleet.adapters.delay_s(one, "a") == 0.0
+    assert fleet.adapters.delay_s(one, "b") > 2.0, "the slot is taken"
+    assert fleet.adapters.delay_s(two, "a") == fleet.adapters.delay_s(three, "a") == 1.0, (
+        "which rank has it is not said"
+    )

@@ -114,6 +114,11 @@ def test_no_field_is_ever_null() -> None:
         assert b"null" not in body
 
 
+def test_a_turn_of_an_adapter_names_it_as_its_model() -> None:
+    turn = Turn((Segment(1, 20),), 5, Segment(9, 5), adapter="ad")
+    assert json.loads(Prompts(COMMON_WORDS).body(turn, {}, api="chat", model="m", extra={}))["model"] == "ad"
+
+
 FILES = sorted([*SCENARIOS_DIR.glob("*.toml"), *REGIMES_DIR.glob("*.toml")])
 # a thousand pods' worth of sessions takes seconds to build and shows nothing more
 WITHOUT_TRACE = [p.stem for p in FILES if p.stem != "thousand-pods" and "\nfile" not in p.read_text()]

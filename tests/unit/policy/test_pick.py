@@ -61,6 +61,26 @@ def warm_busy(requests: int) -> Candidate:
             "A",
             id="nor behind a prefill as long as its own",
         ),
+        pytest.param(
+            [worker("away", adapter_s=0.5), worker("loaded", inflight_requests=4)],
+            "loaded",
+            id="a request goes where its adapter is loaded",
+        ),
+        pytest.param(
+            [worker("away", adapter_s=0.5), worker("loaded", inflight_requests=60, booked_prefill_tokens=9000)],
+            "away",
+            id="but another copy pays when that is busy",
+        ),
+        pytest.param(
+            [worker("away", placed_tokens=0, adapter_s=0.5), worker("loaded", placed_tokens=90_000)],
+            "loaded",
+            id="also when least was placed elsewhere",
+        ),
+        pytest.param(
+            [worker("away", matched_tokens=6900, adapter_s=5.0), worker("loaded", matched_tokens=6900)],
+            "loaded",
+            id="blocks that outlived their adapter are worth less",
+        ),
         pytest.param([worker("down", ready=False, matched_tokens=6900), COLD_IDLE], "cold-idle", id="ready ones only"),
         pytest.param(
             [worker("short", matched_tokens=6900, max_model_len_tokens=4096), COLD_IDLE],
@@ -126,6 +146,7 @@ def test_a_prompt_that_many_hold_whole_goes_to_its_first_quiet_holder() -> None:
     assert at_home(with_first(inflight_requests=8)) == first
     assert at_home(with_first(inflight_requests=9)) != first, "it is not quiet"
     assert at_home(with_first(booked_prefill_tokens=101)) != first, "more is ahead than the request's own part"
+    assert at_home(with_first(adapter_s=0.1)) != first, "its adapter is not there"
     assert at_home([c for c in fleet if c.worker.pod != first] + [worker(first, matched_tokens=6400)]) != first
 
 
