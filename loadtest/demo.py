@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console()
     changes = {k: v for k, v in (("rate", args.rate), ("seconds", args.seconds)) if v is not None}
     try:
+        if args.pods < 1:
+            raise PlanError("--pods must be at least 1; two or more, to have something to choose")
         experiment = load_experiment("demo", changes)
         console.print(_what(experiment, args.pods), highlight=False, markup=False)
         done = asyncio.run(_demo(args, experiment, console))

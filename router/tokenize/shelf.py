@@ -166,9 +166,10 @@ class Shelf:
             parity=Parity(one_in=self._compare_one_in),
             partings=PartingWatch(one_in=self._watch_one_in),
         )
-        made.task = asyncio.get_running_loop().create_task(self._keep_loading(made), name=f"tokenizer {key}")
+        model = next(iter(names), key)
+        made.task = asyncio.get_running_loop().create_task(self._keep_loading(made, model), name=f"tokenizer {key}")
 
-    async def _keep_loading(self, found: Tokenizer) -> None:
+    async def _keep_loading(self, found: Tokenizer, name: str) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -178,10 +179,12 @@ class Shelf:
                     found.model, found.state, found.error = model, "ready", ""
                     found.attempts += 1
                     return
+                if found.state != "absent":
+                    log.warning("tokenizer %s: not on this machine; %s", found.source, _cure(name))
                 found.state = "absent"
             except (LoadFailure, Unrenderable, ValueError) as exc:
                 found.state, found.error = "failed", str(exc)
-                log.warning("tokenizer %s: %s", found.source, found.error)
+                log.warning("tokenizer %s: %s; %s", found.source, found.error, _cure(name))
             wait_s = self._limits.retry_first_s * 2.0 ** min(found.attempts, 16)
             found.attempts += 1
             await asyncio.sleep(min(wait_s, self._limits.retry_max_s))
@@ -191,3 +194,11 @@ class Shelf:
             found.source, offline=not found.configured, deadline_s=self._limits.deadline_s, stop=self._stop
         )
         return ModelRenderer(exported, found.options, cache_max_bytes=self._cache_max_bytes)
+
+
+def _cure(name: str) -> str:
+    """What to do about a tokenizer that is not there."""
+    return (
+        f"--tokenizer {name}=PATH (a folder with tokenizer.json, or a hub id) says where it is; until it is loaded,"
+        " prompts are routed without exact tokens"
+    )

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import msgspec
+import pytest
 
 from router.core.hashing import pack_tokens
 from router.tokenize.export import Exported
@@ -65,7 +66,7 @@ async def test_a_configured_served_name_counts_for_the_base_model() -> None:
         await service.close()
 
 
-async def test_an_unset_model_is_loaded_only_from_what_is_at_hand() -> None:
+async def test_an_unset_model_is_loaded_only_from_what_is_at_hand(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[tuple[str, bool]] = []
 
     def loader(source: str, *, offline: bool, **_: Any) -> Exported:
@@ -80,11 +81,14 @@ async def test_an_unset_model_is_loaded_only_from_what_is_at_hand() -> None:
         await settled(service)
         assert asked == [("/models/here", True)]
         assert service.status()["models"]["/models/gone"]["state"] == "absent"
+        assert caplog.messages[0].startswith("tokenizer /models/gone: not on this machine; --tokenizer gone=PATH ")
     finally:
         await service.close()
 
 
-async def test_a_failure_is_remembered_shown_and_retried_later_and_not_by_requests() -> None:
+async def test_a_failure_is_remembered_shown_and_retried_later_and_not_by_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     calls = 0
     fixed = threading.Event()
 
@@ -106,6 +110,7 @@ async def test_a_failure_is_remembered_shown_and_retried_later_and_not_by_reques
         assert found == NoTokens("tokenizer_failed", "no such repository")
         assert calls == before
         assert service.status()["models"]["m"]["error"] == "no such repository"
+        assert "tokenizer no/such: no such repository; --tokenizer m=PATH (a folder" in caplog.messages[0]
         fixed.set()
         async with asyncio.timeout(60):
             while service.status()["models"]["m"]["state"] != "ready":
