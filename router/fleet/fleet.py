@@ -24,6 +24,7 @@ from router.fleet.bookings import Bookings
 from router.fleet.breaker import Breaker
 from router.fleet.discovery import Discovery
 from router.fleet.load import LoadSample, RankLoad, is_stale, parse_metrics
+from router.fleet.reread import Reread
 from router.fleet.state import (
     EventSource,
     FleetEvent,
@@ -44,6 +45,9 @@ MODELS_EVERY_PROBES = 5
 SLOW_PROBES_ALLOWED = 3  # an API server under load answers /health late: not yet a reason to drop the pod
 REFUSED_PROBES_UNTIL_GONE = 2
 FOREIGN_UNCACHED_RATIO = 0.5  # of a usual prompt: what a request of somebody else, waiting in a pod, will have computed
+REREAD_INTERVAL_S = 1.0  # an adapter loaded a moment ago is asked for: at most so often, whatever clients ask for
+REREAD_LIMIT_S = 2.0
+REREAD_AT_ONCE_PODS = 32
 MAX_MODELS_BYTES = 4 << 20
 MAX_METRICS_BYTES = 16 << 20
 
@@ -109,6 +113,7 @@ class Fleet:
         self._listeners: list[Callable[[FleetState], None]] = []
         self._restart_listeners: list[Callable[[str], None]] = []
         self._learnt_block_size: Callable[[WorkerAddress], int | None] = lambda _: None
+        self._reread = Reread(self._read_models_anew, interval_s=REREAD_INTERVAL_S, limit_s=REREAD_LIMIT_S, clock=clock)
         self.discovery: Discovery | None = None  # who calls set_pods, if not the settings
 
     # -- following ------------------------------------------------------------------------------------------------
@@ -162,6 +167,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop asking; ends every life."""
+        await self._reread.close()
         tasks = [t for life in self._lives.values() for t in life.tasks]
         for task in tasks:
             task.cancel()
@@ -241,6 +247,10 @@ class Fleet:
             if model
             else True
         )
+
+    async def serves_by_now(self, model: str | None) -> bool:
+        """As `serves`, after asking the pods again: an adapter may have been loaded since they were last asked."""
+        return await self._reread.now() and self.serves(model)
 
     def heard_models(self) -> bool:
         """At least one pod has said what it serves."""
@@ -411,6 +421,20 @@ class Fleet:
         assert self._session is not None
         async with self._session.get(pod.spec.url + "/health", allow_redirects=False) as reply:
             return reply.status
+
+    async def _read_models_anew(self) -> None:
+        """What serving pods list now. One that does not answer keeps what was known of it."""
+        slots = asyncio.Semaphore(REREAD_AT_ONCE_PODS)
+
+        async def read(pod: Pod) -> None:
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+                async with slots:
+                    models = await self._models(pod)
+                known = self.state.pods.get(pod.spec.identity)
+                if models and known is not None and known.serving:
+                    self._apply(Probed(identity=pod.spec.identity, not_ready=None, detail=known.detail, models=models))
+
+        await asyncio.gather(*(read(pod) for pod in self.pods() if pod.serving))
 
     async def _models(self, pod: Pod) -> tuple[ModelEntry, ...]:
         """Raises ValueError when the answer is not a model list."""

@@ -170,7 +170,7 @@ class Proxy:
                 form_search_max_bytes=limits.multipart_search_max_bytes,
                 thorough=limits.tenant_salt,
             )
-        self._check_model(parsed)
+        await self._check_model(parsed)
         record.model = parsed.model
         headers: RawHeaders = request.raw_headers
         if limits.tenant_salt and held.body and path not in CONTROL_ROUTES:
@@ -242,12 +242,14 @@ class Proxy:
             )
         return name
 
-    def _check_model(self, parsed: Parsed) -> None:
+    async def _check_model(self, parsed: Parsed) -> None:
         fleet, model = self._parts.fleet, parsed.model
         if model is None or fleet.serves(model):
             return
         if not fleet.heard_models():
             raise self._no_models_yet()
+        if await fleet.serves_by_now(model):
+            return
         raise HttpError(404, f"The model `{model[:200]}` is not served here.", code="model_not_found", param="model")
 
     def _no_models_yet(self) -> HttpError:

@@ -22,6 +22,7 @@ class FakeFleet:
     def __init__(self, urls: Sequence[str], *, models: Sequence[str] = ("m",), heard: bool = True) -> None:
         self.models = list(models)
         self.heard = heard
+        self.loaded_since: list[str] = []  # models that asking the pods again would find
         self.urls = list(urls)
         self.bookings = Bookings()
         self.failures: Counter[str] = Counter()
@@ -42,6 +43,10 @@ class FakeFleet:
 
     def serves(self, model: str | None) -> bool:
         return self.heard and (model is None or model in self.models)
+
+    async def serves_by_now(self, model: str | None) -> bool:
+        self.models += self.loaded_since
+        return self.serves(model)
 
     def heard_models(self) -> bool:
         return self.heard

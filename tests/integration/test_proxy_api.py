@@ -135,6 +135,13 @@ async def test_models_with_a_slash_are_found_raw_and_encoded() -> None:
         assert head.endswith(b"\r\n\r\n")
 
 
+async def test_a_model_that_is_not_known_is_asked_for_before_it_is_a_404() -> None:
+    async with world() as w:
+        w.fleet.loaded_since = ["adapter"]
+        assert (await w.chat(model="adapter")).status == 200
+        assert (await w.chat(model="unknown")).status == 404
+
+
 # -- stored responses -------------------------------------------------------------------------------------------
 
 
