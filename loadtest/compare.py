@@ -4,7 +4,6 @@ May import: the standard library, rich, the rooms of loadtest but the fleet.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import shlex
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from loadtest import report_html, report_text
+from loadtest import loop, report_html, report_text
 from loadtest.crowds import ClientDied, Recipe
 from loadtest.experiment import ScenarioError, load_experiment
 from loadtest.live import Display
@@ -125,17 +124,14 @@ def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
     try:
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)  # an hour's run must not end on this
-        plan = asyncio.run(_plan(args, arms))
+        plan = loop.run(_plan(args, arms))
         with Display(console, quiet=args.quiet) as display:
-            done = asyncio.run(execute(plan, display.show))
+            done = loop.run(execute(plan, display.show))
     except (PlanError, ScenarioError, ClientDied, OSError) as exc:
         return _refuse(exc)
     except KeyboardInterrupt:
         return 130
-    console.print(report_text.render(done))
-    if args.out is not None:
-        for path in save(done, args.out):
-            console.print(f"wrote {path}", highlight=False, markup=False)
+    present(done, console, args.out)
     return 1 if doubts(done)[0] else 0
 
 
@@ -185,6 +181,13 @@ def command_line(argv: Sequence[str]) -> str:
     return shlex.join([*front, *words])
 
 
+def present(done: Run, console: Console, out: Path | None) -> None:
+    """The result on the console, and in files where `out` is given."""
+    console.print(report_text.render(done))
+    for path in save(done, out) if out is not None else ():
+        console.print(f"wrote {path}", highlight=False, markup=False)
+
+
 def save(done: Run, out: Path) -> list[Path]:
     """OUT.json, OUT.csv, OUT.html. Returns their paths."""
     stem = out.with_suffix("") if out.suffix in (".json", ".csv", ".html") else out
@@ -212,10 +215,7 @@ def run_report(args: argparse.Namespace) -> int:
         done = load(args.saved)
     except (OSError, msgspec.DecodeError, PlanError) as exc:
         return _refuse(exc)
-    console = wide_console()
-    console.print(report_text.render(done))
-    for path in save(done, args.out or args.saved):
-        console.print(f"wrote {path}", highlight=False, markup=False)
+    present(done, wide_console(), args.out or args.saved)
     return 0
 
 

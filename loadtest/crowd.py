@@ -5,9 +5,11 @@ May import: the standard library, aiohttp, msgspec, loadtest.workload, loadtest.
 """
 
 import asyncio
+import gc
 import itertools
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,9 @@ import msgspec
 from loadtest.prompts import Api, Prompts
 from loadtest.samples import Gaps, Sample, StageOutcome
 from loadtest.workload import Session, Stage, Turn
+
+BODIES_AHEAD = 64  # at most so many requests are built before they are due
+BUILD_S = 0.01  # what building one may take; with less time left than that the next request is only waited for
 
 _TEXT = re.compile(rb'"(?:content|text|reasoning|reasoning_content)":\s*"(?!")')
 _FIELD = re.compile(rb'"usage":\s*\{')
@@ -74,12 +79,15 @@ class Crowd:
         """One stage from `begin_s` (of the clock; None: now) until all is answered or the drain limit is over."""
         out = StageOutcome(stage.name, stage.rate_per_s, stage.seconds, stage.measured)
         out.planned_requests = sum(len(s.turns) for s in sessions)
+        gc.collect()
+        gc.freeze()  # a full collection walks the whole workload, and nothing is sent meanwhile
         begin_s = self._clock() if begin_s is None else begin_s
         cpu_s = time.process_time()
         loop = self._closed if stage.concurrency else self._open
         try:
             await loop(stage, sessions, begin_s, out)
         finally:
+            gc.unfreeze()
             out.wall_s = self._clock() - begin_s
             out.client_cpu_ratio = (time.process_time() - cpu_s) / max(out.wall_s, 1e-9)
         return out
@@ -87,14 +95,18 @@ class Crowd:
     async def _open(self, stage: Stage, sessions: Sequence[Session], begin_s: float, out: StageOutcome) -> None:
         """Every session starts at its time, whatever became of the others."""
         running: set[asyncio.Task[None]] = set()
-        for session in sorted(sessions, key=lambda s: s.start_s):
-            body = self._body(session.turns[0], {})  # built before it is due, so that building makes nothing late
-            wait_s = begin_s + session.start_s - self._clock()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-            else:
-                await asyncio.sleep(0)
-            task = asyncio.create_task(self._session(session, begin_s + session.start_s, begin_s, out, body))
+        ordered = sorted(sessions, key=lambda s: s.start_s)
+        coming = iter(ordered)
+        bodies: deque[bytes] = deque()  # built before they are due, so that building makes nothing late
+        for session in ordered:
+            due_s = begin_s + session.start_s
+            while not bodies or (len(bodies) < BODIES_AHEAD and due_s - self._clock() > BUILD_S):
+                if (later := next(coming, None)) is None:
+                    break
+                bodies.append(self._body(later.turns[0], {}))
+                await asyncio.sleep(0)  # the streams' turn
+            await asyncio.sleep(max(due_s - self._clock(), 0.0))
+            task = asyncio.create_task(self._session(session, due_s, begin_s, out, bodies.popleft()))
             running.add(task)
             task.add_done_callback(running.discard)
         await self._drain(running, out)
@@ -223,7 +235,7 @@ class Stream:
                 self._text_event(event, now_s)
             if event.startswith(b"data: [DONE]"):
                 self._done = True
-            elif _FIELD.search(event):
+            elif b'"usage"' in event and _FIELD.search(event):
                 self._read_usage(event)
             elif b'"error"' in event and b'"choices"' not in event:
                 self._error = "error_event"

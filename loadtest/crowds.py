@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from loadtest import loop
 from loadtest.crowd import Crowd, Live, Target
 from loadtest.experiment import Experiment, faster
 from loadtest.prompts import Prompts, plain_words
@@ -162,19 +163,18 @@ def share(sessions: Sequence[Session], number: int, count: int) -> Sequence[Sess
 
 def _work(pipe: Connection, recipe: Recipe, number: int, count: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, by closing the pipe
-    with asyncio.Runner() as runner:
-        runner.run(_worker(pipe, recipe, number, count))
+    loop.run(_worker(pipe, recipe, number, count))
 
 
 async def _worker(pipe: Connection, recipe: Recipe, number: int, count: int) -> None:
     """A client process: does as it is told until the parent closes the pipe."""
-    loop = asyncio.get_running_loop()
+    receive = asyncio.get_running_loop().run_in_executor
     words, workload = plain_words(recipe.tokenizer), recipe.workload()
     crowd: Crowd | None = None
     pipe.send("ready")
     try:
         while True:
-            command, *args = await loop.run_in_executor(None, pipe.recv)
+            command, *args = await receive(None, pipe.recv)
             if command == "begin":
                 if crowd is not None:
                     await crowd.__aexit__()

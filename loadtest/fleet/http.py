@@ -11,8 +11,8 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
@@ -155,11 +155,8 @@ async def _whole(
     fault: Fault,
 ) -> web.StreamResponse:
     for g in generations:
-        sent = 0
-        async for ids in pod.tokens(g):
-            sent += len(ids)
-            if fault.after_tokens and sent >= fault.after_tokens:
-                return await _fail(request, fault)
+        async for _ in _tokens(request, pod, g, fault):
+            pass
     choices = [_whole_choice(pod, ask, n, g) for n, g in enumerate(generations)]
     body: dict[str, Any] = {
         "id": reply_id,
@@ -200,13 +197,13 @@ async def _stream(
     kind = "chat.completion.chunk" if ask.chat else "text_completion"
     head = f'data: {{"id":{json.dumps(reply_id)},"object":"{kind}","created":{int(time.time())},'
     head += f'"model":{json.dumps(ask.model)},"choices":['
-    if len(generations) == 1:
-        done = await _stream_one(request, reply, pod, ask, head, 0, generations[0], fault)
+    choices = [
+        _stream_one(reply, pod, ask, head, n, g, _tokens(request, pod, g, fault)) for n, g in enumerate(generations)
+    ]
+    if len(choices) == 1:
+        await choices[0]
     else:
-        jobs = [_stream_one(request, reply, pod, ask, head, n, g, fault) for n, g in enumerate(generations)]
-        done = all(await asyncio.gather(*jobs))
-    if not done:
-        return reply
+        await asyncio.gather(*choices)
     tail = b""
     if ask.include_usage:
         tail = f'{head}],"usage":'.encode() + _json(_usage(ask, generations)) + b"}\n\n"
@@ -216,18 +213,17 @@ async def _stream(
 
 
 async def _stream_one(
-    request: web.Request,
     reply: web.StreamResponse,
     pod: EmulatedPod,
     ask: Ask,
     head: str,
     index: int,
     g: Generation,
-    fault: Fault,
-) -> bool:
-    """Send one choice's chunks; False when a fault cut the answer."""
+    tokens: AsyncIterator[Sequence[int]],
+) -> None:
+    """Send one choice's chunks."""
     sent, prompt = 0, list(ask.prompts[index])
-    async for ids in pod.tokens(g):
+    async for ids in tokens:
         lines = []
         if not sent and ask.chat:
             first = '"logprobs":null,"finish_reason":null}]'
@@ -247,10 +243,16 @@ async def _stream_one(
             f'{head}{{"index":{index},{body},"logprobs":null,"finish_reason":{ended},"stop_reason":null{extra}}}]}}\n\n'
         )
         await reply.write("".join(lines).encode())
+
+
+async def _tokens(request: web.Request, pod: EmulatedPod, g: Generation, fault: Fault) -> AsyncIterator[Sequence[int]]:
+    """The ids of one sequence as they come, as far as the fault in force lets them."""
+    sent = 0
+    async for ids in pod.tokens(g):
+        yield ids
+        sent += len(ids)
         if fault.after_tokens and sent >= fault.after_tokens:
-            await _fail(request, fault)
-            return False
-    return True
+            await _break_off(request, fault)
 
 
 async def _fail(request: web.Request, fault: Fault) -> web.StreamResponse:
@@ -261,9 +263,14 @@ async def _fail(request: web.Request, fault: Fault) -> web.StreamResponse:
         return error.response({"Retry-After": f"{fault.retry_after_s:g}"})
     if fault.kind == "shutdown":
         return ApiError(500, "InternalServerError", "cannot schedule new futures after shutdown").response()
+    return await _break_off(request, fault)
+
+
+async def _break_off(request: web.Request, fault: Fault) -> NoReturn:
+    """No byte more: the connection is reset, or stays open until the client leaves and the handler is cancelled."""
     if fault.kind == "reset":
         reset_connection(request.transport)
-    await asyncio.Event().wait()  # hang, freeze: until the client leaves and the handler is cancelled
+    await asyncio.Event().wait()
     raise AssertionError("unreachable")
 
 

@@ -1,6 +1,6 @@
 """Start emulated pods: their listening sockets, restarts, and several of them in one or several processes.
 
-May import: the standard library, aiohttp, uvloop, the rooms of loadtest.fleet.
+May import: the standard library, aiohttp, loadtest.loop, the rooms of loadtest.fleet.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from loadtest import loop
 from loadtest.fleet.http import build_app, reset_connection
 from loadtest.fleet.pod import EmulatedPod, PodConfig
 from loadtest.fleet.text import TINY_MODEL, ModelText
@@ -213,14 +214,7 @@ def run(args: argparse.Namespace) -> int:
     except (FileNotFoundError, ValueError) as exc:
         print(f"fleet: {exc}", file=sys.stderr)
         return 2
-    try:
-        import uvloop
-
-        loop_factory: Any = uvloop.new_event_loop
-    except ImportError:
-        loop_factory = None
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_serve(args, configs, text))
+    return loop.run(_serve(args, configs, text))
 
 
 async def _serve(args: argparse.Namespace, configs: Sequence[PodConfig], text: ModelText) -> int:

@@ -23,6 +23,7 @@ from loadtest.prompts import Prompts, plain_words
 from loadtest.report import doubts, summaries
 from loadtest.run import Arm, Plan, PlanError, execute
 from loadtest.samples import Run
+from loadtest.workload import bursts
 from tests.integration.test_fleet import PROFILE
 from tests.unit.loadtest.test_report import run_of
 
@@ -175,6 +176,25 @@ async def test_a_client_that_cannot_keep_up_makes_the_run_invalid() -> None:
     assert len(outcome.samples) == len(stage.sessions), "late, but sent"
     run = run_of(("slow", [outcome]))
     assert any("the client was the limit" in text for text in doubts(run)[0])
+
+
+async def test_what_is_due_at_once_was_built_before() -> None:
+    built: list[int] = []
+    at_each_send: list[int] = []
+
+    class Counted(Prompts):
+        def body(self, *args: object, **kwargs: object) -> bytes:
+            built.append(len(built))
+            return super().body(*args, **kwargs)
+
+    class Deaf(Crowd):
+        async def _session(self, *_: object) -> None:
+            at_each_send.append(len(built))
+
+    stage = bursts(1, siblings=20, every_s=1, seconds=2, prefix_tokens=50, question_tokens=5, output_tokens=1).stages[0]
+    async with Deaf(Target(urls=("http://127.0.0.1:9",), model="tiny"), Counted(plain_words(None))) as crowd:
+        await crowd.run(stage, stage.sessions)
+    assert at_each_send[20:] == [40] * 20
 
 
 async def test_a_router_that_ignores_the_policy_header_is_refused_before_the_load() -> None:
