@@ -160,12 +160,18 @@ def load_experiment(name_or_path: str, changes: Mapping[str, Any] | None = None)
                 raw.setdefault("client", {})[key] = value
             else:
                 raw["workload"] = [part | {key: value} for part in raw.get("workload", [])]
+        if changes:
+            raw["about"] = f"{raw.get('about', path.stem)} (changed: {_spelt(changes)})"
         experiment = msgspec.convert({"name": path.stem, "folder": str(path.parent)} | raw, Experiment)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as exc:
         raise ScenarioError(f"scenario {path.name}: {exc}") from exc
     if not experiment.workload:
         raise ScenarioError(f"scenario {path.name} has no [[workload]]")
     return experiment
+
+
+def _spelt(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in changes.items())
 
 
 def faster(built: Workload, speed: float) -> Workload:

@@ -54,6 +54,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     buffered_share: float | None  # answers that came all at once at their end
     wall_s: float
 
+    @property
+    def hit_share(self) -> float | None:
+        """By the pods' own counters where they are known."""
+        return self.hit_share_usage if self.hit_share_pods is None else self.hit_share_pods
+
 
 def figures(stages: Sequence[StageOutcome], *, slo_ttft_s: float, slo_tpot_s: float) -> Figures:
     """The figures of the stages' requests pooled; rates are over the sum of their wall times."""
@@ -167,7 +172,7 @@ def doubts(run: Run) -> tuple[list[str], list[str]]:
         if f.late_p99 is not None and f.late_p99 > run.late_limit_s:
             invalid.append(
                 f"{s.arm}: the client was the limit: it sent p99 {f.late_p99 * 1000:.0f} ms late "
-                f"(limit {run.late_limit_s * 1000:.0f} ms); use more --client-processes or another machine"
+                f"(limit {run.late_limit_s * 1000:g} ms); use more --client-processes or another machine"
             )
         if f.failed == f.requests:
             invalid.append(f"{s.arm}: every request failed ({_names(f.failures)})")

@@ -32,14 +32,15 @@ h1{font-size:1.5rem;line-height:1.25;margin:.2em 0}h2{font-size:1.1rem;margin:1.
 .wins{display:flex;flex-wrap:wrap;gap:12px;margin:14px 0}
 .win{flex:1 1 200px;border:1px solid var(--rule);border-radius:8px;padding:10px 14px;background:var(--card)}
 .win b{display:block;font-size:1.7rem;line-height:1.2}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;min-width:100%}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;min-width:min(100%,640px)}
 th,td{padding:4px 12px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
-th:first-child,td:first-child{text-align:left}thead th{border-bottom:2px solid var(--dim)}
+.name{text-align:left}thead th{border-bottom:2px solid var(--dim)}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:18px}
 figure{margin:0;min-width:0}figcaption{font-weight:600}
 svg{display:block;width:100%;height:auto}
 .grid{stroke:var(--rule)}.axis{stroke:var(--dim)}.tick,.label{fill:var(--dim);font-size:12px}
-@media(max-width:640px){.tick,.label{font-size:18px}th,td{padding:4px 6px;white-space:normal}body{font-size:14px}}
+@media(max-width:640px){.tick,.label{font-size:18px}body{font-size:14px}
+th,td{padding:4px 5px}th,.name{white-space:normal}}
 .line{fill:none;stroke-width:2.2}.thin{stroke-width:1.2}.dashed{stroke-width:1.4;stroke-dasharray:5 4}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:6px 0}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
@@ -88,44 +89,43 @@ def _wins(arms: Sequence[ArmSummary]) -> str:
     if base.ttft_p90 is None or best.ttft_p90 is None:
         return ""
     of = f"{escape(arms[-1].arm)} against {escape(arms[0].arm)}"
-    hit = [b.hit_share_pods if b.hit_share_pods is not None else b.hit_share_usage for b in (base, best)]
     cards = [
         (
             ratio(base.ttft_p90, best.ttft_p90),
             f"shorter TTFT p90: {seconds(best.ttft_p90)}, not {seconds(base.ttft_p90)}",
         ),
         (ratio(best.output_tok_per_s, base.output_tok_per_s), "as many output tokens a second"),
-        (share(hit[1]), f"of prompt tokens came from a pod's cache, not {share(hit[0])}"),
+        (share(best.hit_share), f"of prompt tokens came from a pod's cache, not {share(base.hit_share)}"),
     ]
     boxes = "".join(f'<div class="win"><b>{escape(a)}</b>{escape(b)}</div>' for a, b in cards)
     return f'<h2>{of}</h2><div class="wins">{boxes}</div>'
 
 
 def _table(arms: Sequence[ArmSummary]) -> str:
-    rows = []
-    for name, show in ROWS:
-        cells = [show(a.pooled) for a in arms]
-        if any(c != "-" for c in cells):
-            rows.append("".join(f"<td>{escape(c)}</td>" for c in (name, *cells)))
+    rows = [[name, *[show(a.pooled) for a in arms]] for name, show in ROWS]
+    rows = [cells for cells in rows if any(c != "-" for c in cells[1:])]
     if any(len(a.ttft_p90_by_repeat) > 1 for a in arms):
-        cells = ["TTFT p90, median of repeats (range)", *[repeats(a.ttft_p90_by_repeat) for a in arms]]
-        rows.append("".join(f"<td>{escape(c)}</td>" for c in cells))
-    head = "".join(f"<th>{escape(a.arm)}</th>" for a in arms)
-    body = "".join(f"<tr>{r}</tr>" for r in rows)
-    return (
-        f'<h2>All stages</h2><div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+        rows.append(["TTFT p90, median of repeats (range)", *[repeats(a.ttft_p90_by_repeat) for a in arms]])
+    title = "All stages" if any(len(a.by_stage) > 1 for a in arms) else "All requests"
+    return _grid(title, ["", *[a.arm for a in arms]], rows, names=1)
 
 
 def _failures(arms: Sequence[ArmSummary]) -> str:
     rows = failure_rows(arms)
-    if not rows:
-        return ""
-    head = "".join(f"<th>{escape(c)}</th>" for c in FAILURE_COLUMNS)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>" for cells in rows)
+    return _grid("Failures", FAILURE_COLUMNS, rows, names=3) if rows else ""
+
+
+def _grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, names: int) -> str:
+    """A table under its heading; the first `names` columns are words, the others figures."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        marks = [f"{tag} class=name" if n < names else tag for n in range(len(cells))]
+        return "".join(f"<{m}>{escape(c)}</{tag}>" for m, c in zip(marks, cells, strict=True))
+
+    body = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in rows)
     return (
-        f'<h2>Failures</h2><div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<h2>{escape(title)}</h2><div class="scroll"><table><thead><tr>{line(head, "th")}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 
@@ -257,40 +257,23 @@ def _balance_plot(arms: Sequence[ArmSummary]) -> str:
 
 
 def _stage_table(arms: Sequence[ArmSummary]) -> str:
+    """A row for each stage and arm, so that many arms fit a narrow page too."""
     names = list(dict.fromkeys(n for a in arms for n, _ in a.by_stage))
     if len(names) < 2:
         return ""
-    head = "".join(
-        f"<th>{escape(a.arm)}: tok/s</th><th>TTFT p50</th><th>p90</th><th>p99</th><th>hit</th>" for a in arms
-    )
-    rows = []
-    for name in names:
-        cells = [escape(name)]
-        for a in arms:
-            f = dict(a.by_stage).get(name)
-            hit = None if f is None else (f.hit_share_pods if f.hit_share_pods is not None else f.hit_share_usage)
-            cells += (
-                ["-"] * 5
-                if f is None
-                else [
-                    f"{f.output_tok_per_s:.0f}",
-                    seconds(f.ttft_p50),
-                    seconds(f.ttft_p90),
-                    seconds(f.ttft_p99),
-                    share(hit),
-                ]
-            )
-        rows.append("".join(f"<td>{c}</td>" for c in cells))
-    last = ["<td>mean tok/s, weighted p90</td>"]
-    last += [
-        f"<td>{a.stage_mean_tok_per_s:.0f}</td><td></td><td>{seconds(a.weighted_ttft_p90)}</td><td></td><td></td>"
+    rows = [
+        [name, a.arm, *_stage_cells(f)] for name in names for a in arms if (f := dict(a.by_stage).get(name)) is not None
+    ]
+    rows += [
+        ["mean tok/s, weighted p90", a.arm, f"{a.stage_mean_tok_per_s:.0f}", "", seconds(a.weighted_ttft_p90), "", ""]
         for a in arms
     ]
-    body = "".join(f"<tr>{r}</tr>" for r in [*rows, "".join(last)])
-    return (
-        f'<h2>By stage</h2><div class="scroll"><table><thead><tr><th>stage</th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    head = ["stage", "arm", "tok/s", "TTFT p50", "p90", "p99", "hit share"]
+    return _grid("By stage", head, rows, names=2)
+
+
+def _stage_cells(f: Figures) -> list[str]:
+    return [f"{f.output_tok_per_s:.0f}", *map(seconds, _percentiles(f)), share(f.hit_share)]
 
 
 def _definitions(run: Run) -> str:

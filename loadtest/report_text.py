@@ -132,9 +132,8 @@ def _stages(arms: Sequence[ArmSummary]) -> Table:
 def _stage_cell(f: Figures | None) -> str:
     if f is None:
         return "-"
-    hit = f.hit_share_pods if f.hit_share_pods is not None else f.hit_share_usage
     times = " / ".join(seconds(t) for t in (f.ttft_p50, f.ttft_p90, f.ttft_p99))
-    return f"{f.output_tok_per_s:.0f}, {times}, {share(hit)}"
+    return f"{f.output_tok_per_s:.0f}, {times}, {share(f.hit_share)}"
 
 
 FAILURE_COLUMNS = ("arm", "pod", "kind", "failed", "of the pod's requests")
