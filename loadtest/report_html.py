@@ -40,7 +40,7 @@ figure{margin:0;min-width:0}figcaption{font-weight:600}
 svg{display:block;width:100%;height:auto}
 .grid{stroke:var(--rule)}.axis{stroke:var(--dim)}.tick,.label{fill:var(--dim);font-size:12px}
 @media(max-width:640px){.tick,.label{font-size:18px}body{font-size:14px}
-th,td{padding:4px 5px}th,.name{white-space:normal}}
+table{font-size:12px}th,td{padding:4px}th,.name{white-space:normal}.up{display:none}}
 .line{fill:none;stroke-width:2.2}.thin{stroke-width:1.2}.dashed{stroke-width:1.4;stroke-dasharray:5 4}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:6px 0}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
@@ -268,7 +268,7 @@ def _stage_table(arms: Sequence[ArmSummary]) -> str:
         ["mean tok/s, weighted p90", a.arm, f"{a.stage_mean_tok_per_s:.0f}", "", seconds(a.weighted_ttft_p90), "", ""]
         for a in arms
     ]
-    head = ["stage", "arm", "tok/s", "TTFT p50", "p90", "p99", "hit share"]
+    head = ["stage", "arm", "tok/s", "TTFT p50", "p90", "p99", "hit"]
     return _grid("By stage", head, rows, names=2)
 
 

@@ -136,11 +136,11 @@ def _stage_cell(f: Figures | None) -> str:
     return f"{f.output_tok_per_s:.0f}, {times}, {share(f.hit_share)}"
 
 
-FAILURE_COLUMNS = ("arm", "pod", "kind", "failed", "of the pod's requests")
+FAILURE_COLUMNS = ("arm", "pod", "kind", "failed", "share")
 
 
 def failure_rows(arms: Sequence[ArmSummary]) -> list[tuple[str, str, str, str, str]]:
-    """Every kind of failure by arm and pod, in the order of FAILURE_COLUMNS."""
+    """Every kind of failure by arm and pod, and its share of the pod's requests, in the order of FAILURE_COLUMNS."""
     return [
         (a.arm, pod or "not told", kind, str(count), share(count / sent) if (sent := _sent(a, pod)) else "-")
         for a in arms

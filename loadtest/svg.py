@@ -151,5 +151,5 @@ def _frame(x: Axis, y: Axis, body: Sequence[str]) -> str:
     middle = (LEFT + WIDTH - RIGHT) / 2
     out.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x.label)}</text>')
     across = f'transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle"'
-    out.append(f'<text class="label" {across}>{escape(y.label)}</text>')
+    out.append(f'<text class="label up" {across}>{escape(y.label)}</text>')
     return "".join([*out, *body, "</svg>"])
