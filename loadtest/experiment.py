@@ -20,6 +20,7 @@ from loadtest.workload import Session, Stage, Workload
 
 SCENARIOS_DIR = Path(__file__).parent / "scenarios"
 REGIMES_DIR = Path(__file__).parent / "regimes"
+TRACES_DIR = Path(__file__).parent.parent / "tests" / "data" / "traces"  # of a checkout; the package has none
 
 KINDS: Mapping[str, Callable[..., Workload]] = {
     "ladder": workload.ladder,
@@ -131,7 +132,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _rows(self, file: str) -> Iterator[Mapping[str, Any]]:
-        for path in (Path(file), Path(self.folder) / file, Path(self.folder) / "traces" / file):
+        for path in (Path(file), Path(self.folder) / file, TRACES_DIR / file):
             if path.is_file():
                 break
         else:

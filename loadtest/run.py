@@ -50,6 +50,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     command: str = ""
 
 
+_CURES = {
+    401: "give the key with --api-key or WARMROUTE_API_KEY",
+    403: "give the key with --api-key or WARMROUTE_API_KEY",
+    404: "is --url a router or pod, without a path behind the port, and --model one that its /v1/models lists?",
+    503: "wait until its /ready answers 200, which says what it waits for",
+}
 _OBEY = "start the router with --allow-policy-header, or compare URLs with --arm"
 Watch = Callable[[str, str, int, int, Live], None]
 """(arm, stage, number of the stage counted over all arms, how many, live counts)."""
@@ -173,7 +179,8 @@ async def _check_arms(plan: Plan) -> bool:
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
                     raise PlanError(f"{url} does not answer ({type(exc).__name__}); is it up?") from exc
                 if reply.status != 200:
-                    raise PlanError(f"{url} answers {reply.status} to a request for model {plan.model!r}: {text[:300]}")
+                    asked = f"to a request for model {plan.model!r}"
+                    raise PlanError(f"{url} answers {reply.status} {asked}: {text[:300]}{_cure(reply.status)}")
                 emulated = emulated or EMULATED_FINGERPRINT in text
                 if arm.policy and answered not in (None, arm.policy):
                     raise PlanError(f"{url} routed by {answered!r} though asked for {arm.policy!r}; {_OBEY}")
@@ -198,11 +205,17 @@ async def first_model(url: str, headers: Mapping[str, str]) -> str:
             aiohttp.ClientSession(timeout=TIMEOUT, headers=dict(headers)) as http,
             http.get(url + "/v1/models") as reply,
         ):
+            if reply.status != 200:
+                raise PlanError(f"{url}/v1/models answers {reply.status}{_cure(reply.status)}")
             data = (await reply.json())["data"]
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as exc:
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as exc:
         raise PlanError(
             f"{url}/v1/models cannot be read ({type(exc).__name__}); is this the URL of a router or pod, and is it up?"
         ) from exc
     if not data:
         raise PlanError(f"{url}/v1/models lists no model yet; wait for a pod, or give --model")
     return str(data[0]["id"])
+
+
+def _cure(status: int) -> str:
+    return f"; {_CURES[status]}" if status in _CURES else ""
