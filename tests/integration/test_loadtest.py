@@ -197,21 +197,48 @@ async def test_what_is_due_at_once_was_built_before() -> None:
     assert at_each_send[20:] == [40] * 20
 
 
-async def test_a_router_that_ignores_the_policy_header_is_refused_before_the_load() -> None:
-    async def handle(request: web.Request) -> web.Response:
-        return web.json_response({}, headers={"x-warmroute-policy": "prefix"})
+@contextlib.asynccontextmanager
+async def endpoint(status: int, **headers: str) -> AsyncIterator[str]:
+    """Answers everything so."""
+
+    async def handle(_: web.Request) -> web.Response:
+        return web.json_response({"error": {}}, status=status, headers=headers)
 
     app = web.Application()
-    app.router.add_post("/v1/completions", handle)
+    app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        with pytest.raises(PlanError, match="--allow-policy-header"):
-            await measure(plan_of([Arm("random", (url,), "random")]))
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def test_a_router_that_ignores_the_policy_header_is_refused_before_the_load() -> None:
+    async with endpoint(200, **{"x-warmroute-policy": "prefix"}) as url:
+        with pytest.raises(PlanError, match="--allow-policy-header"):
+            await measure(plan_of([Arm("random", (url,), "random")]))
+
+
+@pytest.mark.parametrize(
+    ("status", "cure"),
+    [
+        pytest.param(401, "--api-key", id="no key"),
+        pytest.param(403, "--api-key", id="wrong key"),
+        pytest.param(404, "/v1/models lists", id="wrong path or model"),
+        pytest.param(503, "/ready", id="no pod yet"),
+    ],
+)
+@pytest.mark.parametrize("model", [["--model", "m"], []], ids=["model named", "model asked for"])
+async def test_a_refusal_comes_with_its_cure(
+    status: int, cure: str, model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with endpoint(status) as url:
+        assert await asyncio.to_thread(main, ["compare", "--url", url, "--quiet", *model]) == 2
+    told = capsys.readouterr().err
+    assert f"answers {status}" in told
+    assert cure in told
 
 
 async def test_a_pod_is_no_router_that_takes_policies() -> None:
