@@ -94,7 +94,7 @@ class StageOutcome(msgspec.Struct):
     gaps: Gaps = msgspec.field(default_factory=Gaps)
     client_cpu_ratio: float = 0.0  # of the busiest client process: 1 = a whole core
     pods: dict[str, PodCounters] = {}
-    fleet_late_s: float | None = None  # emulated pods: how far behind their own clock they fell
+    fleet_late_s: float | None = None  # emulated pods: how far behind their own clock they fell at most
 
     def merge(self, other: "StageOutcome") -> None:
         """Join what another client process did in the same stage."""

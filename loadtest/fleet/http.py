@@ -517,8 +517,7 @@ async def _state(request: web.Request) -> web.Response:
             "profile": pod.config.profile.name,
             "calibrated": pod.config.profile.calibrated,
             "speed": pod.config.speed,
-            "late_s": pod.late_s / pod.config.speed,
-            "max_late_s": pod.max_late_s / pod.config.speed,
+            "late_s": pod.take_late_s() / pod.config.speed,
             "fault_hits": pod.faults.hits,
         }
     )

@@ -81,8 +81,7 @@ class EmulatedPod:
         self.text = text
         self.faults = FaultSwitch(config.seed)
         self.open_requests = 0
-        self.late_s = 0.0  # how far the engine's clock is behind the wall's (virtual seconds)
-        self.max_late_s = 0.0
+        self._late_s = 0.0
         self.ttft_counts = [0] * (len(TTFT_BUCKETS_S) + 1)
         self.ttft_sum_s = 0.0
         self._ids = itertools.count(1)
@@ -144,6 +143,11 @@ class EmulatedPod:
     def now_s(self) -> float:
         """The pod's clock: virtual seconds."""
         return time.monotonic() * self.config.speed
+
+    def take_late_s(self) -> float:
+        """How far the engine's clock fell behind the wall's at most since this was last asked (virtual seconds)."""
+        late_s, self._late_s = self._late_s, 0.0
+        return late_s
 
     def submit(
         self,
@@ -220,8 +224,7 @@ class EmulatedPod:
                 continue
             await self._sleep_until(result.ends_s)
             cursor_s = result.ends_s
-            self.late_s = max(0.0, self.now_s() - cursor_s)
-            self.max_late_s = max(self.max_late_s, self.late_s)
+            self._late_s = max(self._late_s, self.now_s() - cursor_s)
             self._deliver(result)
 
     async def _sleep_until(self, at_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import aiohttp
@@ -9,10 +10,11 @@ import msgspec
 import pytest
 
 from loadtest import report_html
+from loadtest.crowd import Live
 from loadtest.experiment import Client, Experiment
 from loadtest.report import doubts, summaries
 from loadtest.rig import rig
-from loadtest.run import Arm
+from loadtest.run import Arm, execute
 from tests.fakes.nginx import needs_nginx, nginx
 from tests.integration.test_fleet import PROFILE
 from tests.integration.test_loadtest import GROUPS, QUICK, fleet, measure, plan_of
@@ -61,4 +63,15 @@ async def test_pods_that_fail_now_and_then_show_by_share_kind_and_pod() -> None:
     page = report_html.render(run)
     for pod, kind, count in ((cut, "cut", hits[0]), (refused, "http_500", hits[1])):
         share = f"{count / arm.pooled.requests_by_pod[pod]:.1%}"
-        assert f"<td>{pod}</td><td>{kind}</td><td>{count}</td><td>{share}</td>" in page
+        assert f">{pod}</td><td class=name>{kind}</td><td>{count}</td><td>{share}</td>" in page
+
+
+async def test_pods_that_the_machine_cannot_run_on_time_are_told() -> None:
+    def stall(_arm: str, _stage: str, _number: int, _total: int, live: Live) -> None:
+        if live.in_flight:
+            time.sleep(0.6)  # pods and client run on this very loop: nobody gets anything done
+
+    slow = msgspec.structs.replace(PROFILE, num_blocks=400, t0_s=0.05)
+    async with fleet(1, profile=slow) as urls:
+        run = await execute(plan_of([Arm("one", (urls[0],))], pods=urls), stall)
+    assert [k for k in doubts(run)[1] if "behind their own clock" in k]
