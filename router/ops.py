@@ -161,6 +161,9 @@ class Metrics:
 
         # -- the index ----------------------------------------------------------------------------------------------
         self.index_up = self.gauge("index_up", "1 while the shared index answers in time, 0 while the breaker is open")
+        self.index_unattended_workers = self.gauge(
+            "index_unattended_workers", "workers that no indexer has kept the shared index for since 10 s or more"
+        )
         self.index_lookup_seconds = self.histogram(
             "index_lookup_seconds", "one lookup in the shared index", buckets=LOOKUP_SECONDS
         )

@@ -27,7 +27,7 @@ from router.index.lua import SCHEMA, block_prefixes, fingerprint
 from router.index.near import NearCache
 from router.index.port import Held, RemovalListener, held_by_address
 from router.index.redis_writer import RedisIndexWriter
-from router.index.registry import EMPTY, Registry, parse_registry
+from router.index.registry import EMPTY, Attendance, Registry, parse_registry
 from router.ops import Metrics
 
 log = logging.getLogger("warmroute.index")
@@ -65,6 +65,7 @@ class RedisIndexReader:
         self._listeners: list[RemovalListener] = []
         self._feed_up, self._feed_missed = False, True  # what was remembered before the feed is up went unheard
         self._said_up = True
+        self._attendance, self._unattended = Attendance(), 0
         self._refreshed_s: float | None = None
         self._last_error: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,6 +126,7 @@ class RedisIndexReader:
             "epoch": registry.epoch,
             "live_slots": len(registry.names),
             "retired_slots": registry.retired_slots,
+            "unattended_workers": self._unattended,
             "feed_connected": self._feed_up,
             "near_cache_blocks": len(self._near),
             "last_error": self._last_error,
@@ -221,6 +223,7 @@ class RedisIndexReader:
             raise IndexUnavailable("reply")
         registry = parse_registry(flat) if version else EMPTY
         self._refreshed_s = self._clock()
+        self._tell_unattended(self._attendance.unattended(registry, self._refreshed_s))
         self._take(registry)
 
     def _take(self, registry: Registry) -> None:
@@ -273,6 +276,14 @@ class RedisIndexReader:
         elif up and not self._said_up:
             log.info("the shared index answers again")
         self._said_up = up
+
+    def _tell_unattended(self, workers: int) -> None:
+        """What they hold is believed all the same (ADR 11)."""
+        if workers and not self._unattended:
+            says = "no indexer keeps the shared index for some workers: what it says of them grows old"
+            log.warning(says, extra={"fields": {"workers": workers}})
+        self._unattended = workers
+        self._metrics.index_unattended_workers.set(workers)
 
     # -- feed -------------------------------------------------------------------------------------------------
 

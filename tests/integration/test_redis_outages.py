@@ -371,6 +371,23 @@ async def test_writes_come_through_every_fault_of_the_road(server: Server, proxy
             await until(lambda: _is(gpu(reader, keys_of(1, 16)), 15))
 
 
+async def test_a_dead_indexer_shows_and_what_it_wrote_is_believed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.index.registry.UNATTENDED_AFTER_S", 0.8)
+    with contextlib.closing(Publisher()) as publisher:
+        async with reading(server.url) as reader:
+            async with indexing(server.url, publisher):
+                publisher.publish(batch(1, 0))
+                await until(lambda: gpu(reader, keys_of(1, 1)))
+                await asyncio.sleep(1.5)
+                assert reader.status()["unattended_workers"] == 0
+            await until(lambda: reader.status()["unattended_workers"] == 1)
+            assert await gpu(reader, keys_of(1, 1)) == 1
+            async with indexing(server.url, publisher):
+                await until(lambda: reader.status()["unattended_workers"] == 0)
+
+
 async def test_a_standby_takes_over_from_a_dead_indexer(server: Server) -> None:
     with contextlib.closing(Publisher()) as publisher:
         async with reading(server.url) as reader, indexing(server.url, publisher) as standby:

@@ -8,7 +8,7 @@ from router.index.breaker import FAILURES, OPEN_FIRST_S, Breaker
 from router.index.lua import block_prefixes, fingerprint
 from router.index.memory import MemoryIndex
 from router.index.near import NearCache
-from router.index.registry import EMPTY, address_of, parse_registry
+from router.index.registry import EMPTY, UNATTENDED_AFTER_S, Attendance, address_of, parse_registry
 
 
 class Clock:
@@ -140,6 +140,21 @@ def test_a_registry_reads_back() -> None:
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_lease_is_not_renewed_is_unattended_after_a_while() -> None:
+    attendance = Attendance()
+
+    def seen(now_s: float, *leases: str) -> int:
+        fields = [b"epoch", b"e"]
+        for n, lease in enumerate(leases):
+            fields += [f"a:http://{n}#0".encode(), b"0|i", f"o:http://{n}#0".encode(), lease.encode()]
+        return attendance.unattended(parse_registry(fields), now_s)
+
+    assert [seen(t, "x|1", f"y|{t}") for t in (0.0, UNATTENDED_AFTER_S - 0.1, UNATTENDED_AFTER_S)] == [0, 0, 1]
+    assert seen(UNATTENDED_AFTER_S + 1, "x|2", "y|99") == 0  # somebody is back
+    assert seen(1e6) == 0  # all are gone
+    assert seen(1e6 + 1, "x|2") == 0  # and one is new
 
 
 def test_a_thousand_pods_come_and_go_and_nothing_grows() -> None:
