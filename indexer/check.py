@@ -1,6 +1,7 @@
 """`warmroute index --check`: does the index say what the pods hold?
 
-A pod's truth is had from its own dump (emulated pods) or by replaying its events from 0, as far as its buffer reaches.
+A pod's truth is had from its own dump (emulated pods) or by replaying its events from 0, as far as its buffer reaches;
+not by report mode "full", which would make the index wrong (ADR 12).
 Events under way look like differences, so only what differs three times in a row, a second apart, is reported.
 May import: indexer, router.core, router.index, router.fleet, aiohttp.
 """

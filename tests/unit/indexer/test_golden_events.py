@@ -13,7 +13,7 @@ import pytest
 from indexer.plan import AskReplay, Ledger
 from indexer.wire import decode
 from router.core.types import Clear, Remove
-from tests.fakes.recorded import SETS, as_arrays, as_map_batch, frames
+from tests.fakes.recorded import SETS, as_arrays, as_map_batch, frames, raw
 
 FOLDER = Path(__file__).parents[2] / "golden" / "events"
 
@@ -44,6 +44,14 @@ def told(name: str, shape: Callable[[bytes], bytes] = bytes) -> Iterator[str]:
 @pytest.mark.parametrize("name", SETS)
 def test_captured_events_mean_what_they_meant(name: str, shape: Callable[[bytes], bytes]) -> None:
     assert list(told(name, shape)) == (FOLDER / f"{name}.jsonl").read_text().splitlines()
+
+
+def test_report_mode_full_is_said_like_a_second_copy() -> None:
+    """Why we never ask for it (ADR 12): batches 46 and 47 of this recording are one copy, and differ in nothing."""
+    first, again = [raw(payload)[1] for seq, payload in frames("lora") if seq in (46, 47)]
+    assert first == again
+    lines = [json.loads(line) for line in told("lora")]
+    assert [len(line["ops"]) for line in lines if line["seq"] in (46, 47)] == [1, 0]
 
 
 if __name__ == "__main__":
