@@ -61,7 +61,9 @@ class Engine:
 
     def start(self) -> None:
         LOGS.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, str(DATA / "serve_tiny.py"), "--python", str(VLLM_PYTHON), "--port", str(self.port)]
+        # Elsewhere engines have GPUs of their own; here they must not keep router, indexer and Redis from the cores.
+        argv = ["nice", "-n", "10", sys.executable, str(DATA / "serve_tiny.py"), "--python", str(VLLM_PYTHON)]
+        argv += ["--port", str(self.port)]
         argv += ["--event-port", str(self.events_port), "--topic", f"kv@{self.name}@tiny"]
         argv += ["--num-blocks", str(self._blocks), "--", *self._extra]
         out = (LOGS / f"{self.name}.log").open("wb")
