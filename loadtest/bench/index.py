@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -154,15 +155,19 @@ def spread_ms(took: Sequence[float]) -> str:
     return f"p50 {1e3 * statistics.median(ordered):.3f}  p99 {1e3 * ordered[int(0.99 * len(ordered))]:.3f} ms"
 
 
-def payloads(batches: int, rng: Random, capacity_blocks: int = 20_000) -> list[bytes]:
-    """Engine batches: 8 unseen blocks of 16 tokens on a branching chain, and removals as a full cache makes them."""
+def payloads(rng: Random, *, removed_share: float, room_blocks: int = 20_000) -> Iterator[bytes]:
+    """Engine batches without end: 8 unseen blocks of 16 tokens on a branching chain, and so many removals that they are
+    `removed_share` of all blocks told, the oldest first; more than `room_blocks` are held first.
+    """
     held: deque[int] = deque()
     recent: deque[int] = deque(maxlen=64)
-    out = []
-    for _ in range(batches):
+    due = 0.0
+    while True:
         events: list[dict[str, Any]] = []
-        while len(held) > capacity_blocks:
+        due += 8 * removed_share / (1 - removed_share) if len(held) > room_blocks else 0.0
+        while due >= 1.0:
             events.append({"type": "BlockRemoved", "block_hashes": [held.popleft()], "medium": "GPU", "group_idx": 0})
+            due -= 1.0
         hashes = [rng.getrandbits(64) for _ in range(8)]
         parent = rng.choice(recent) if recent and rng.random() < 0.7 else None
         events.append(
@@ -180,40 +185,65 @@ def payloads(batches: int, rng: Random, capacity_blocks: int = 20_000) -> list[b
         )
         held.extend(hashes)
         recent.append(hashes[-1])
-        out.append(msgspec.msgpack.encode([0.0, events, 0]))
-    return out
+        yield msgspec.msgpack.encode([0.0, events, 0])
 
 
-async def ingest(writer: Any, told: Sequence[bytes], flush_blocks: int = 4096) -> str:
-    """Bytes of batches to the store, one worker: decode, Ledger, store in calls of about `flush_blocks`."""
-    worker = WorkerId(WorkerAddress("http://pod-ingest"), "life")
-    await writer.register(worker)
-    ledger = Ledger(seed="bench", model="m")
-    pending: list[IndexOp] = []
-    waiting = blocks = 0
-    writing: asyncio.Task[None] | None = None
-    cpu, started = time.process_time(), time.perf_counter()
-    for seq, payload in enumerate(told):
-        ops = ledger.receive(seq, decode(payload))
-        assert isinstance(ops, list)
-        pending += ops
-        some = sum(len(op.keys) for op in ops if not isinstance(op, Clear))
-        waiting += some
-        blocks += some
-        if waiting >= flush_blocks:
-            if writing is not None:
-                await writing
-            writing = asyncio.create_task(writer.apply(worker, pending))
-            pending, waiting = [], 0
-            await asyncio.sleep(0)
-    if writing is not None:
-        await writing
-    await writer.apply(worker, pending)
-    wall, cpu = time.perf_counter() - started, time.process_time() - cpu
-    return (
-        f"{blocks / wall:,.0f} blocks/s stored or removed ({1e6 * cpu / blocks:.1f} us CPU each), "
-        f"Ledger {ledger.bytes_used / max(ledger.claimed['gpu'], 1):.0f} B a block"
-    )
+class Ingest:
+    """One worker's bytes to the store: decode, Ledger, store in calls of about `flush_blocks`."""
+
+    def __init__(self, writer: Any, flush_blocks: int = 4096) -> None:
+        self._writer, self._flush_blocks = writer, flush_blocks
+        self._worker = WorkerId(WorkerAddress("http://pod-ingest"), "life")
+        self._ledger = Ledger(seed="bench", model="m")
+        self._seq = 0
+        self.blocks, self.wall_s, self.cpu_s = 0, 0.0, 0.0
+
+    async def start(self) -> None:
+        """Before the first batch."""
+        await self._writer.register(self._worker)
+
+    async def take(self, told: Sequence[bytes]) -> None:
+        """These batches, timed until the store has them."""
+        pending: list[IndexOp] = []
+        waiting = 0
+        writing: asyncio.Task[None] | None = None
+        cpu_s, started_s = time.process_time(), time.perf_counter()
+        for payload in told:
+            ops = self._ledger.receive(self._seq, decode(payload))
+            self._seq += 1
+            assert isinstance(ops, list)
+            pending += ops
+            some = sum(len(op.keys) for op in ops if not isinstance(op, Clear))
+            waiting += some
+            self.blocks += some
+            if waiting >= self._flush_blocks:
+                if writing is not None:
+                    await writing
+                writing = asyncio.create_task(self._writer.apply(self._worker, pending))
+                pending, waiting = [], 0
+                await asyncio.sleep(0)
+        if writing is not None:
+            await writing
+        await self._writer.apply(self._worker, pending)
+        self.wall_s += time.perf_counter() - started_s
+        self.cpu_s += time.process_time() - cpu_s
+
+    def __str__(self) -> str:
+        per_block = self._ledger.bytes_used / max(self._ledger.claimed["gpu"], 1)
+        return (
+            f"{self.blocks / self.wall_s:,.0f} blocks/s stored or removed for {self.wall_s:.0f} s "
+            f"({1e6 * self.cpu_s / self.blocks:.1f} us CPU each), Ledger {per_block:.0f} B a block"
+        )
+
+
+async def ingest(writer: Any, seconds: float) -> str:
+    """At least `seconds` of taking unseen blocks, 30 % of all told being removals. Making them is not counted."""
+    told = payloads(Random(1), removed_share=0.3)
+    taking = Ingest(writer)
+    await taking.start()
+    while taking.wall_s < seconds:
+        await taking.take(list(islice(told, 20_000)))
+    return str(taking)
 
 
 async def bytes_a_block(writer: Any, server: Server | None, blocks: int, rng: Random) -> str:
@@ -330,7 +360,7 @@ def publish(seconds: float, blocks_per_s: int) -> None:
     """A publisher process: batches at a steady rate, and a probe at every round tenth of a second."""
     import zmq
 
-    told = payloads(2000, Random(4))
+    told = list(islice(payloads(Random(4), removed_share=0.5), 2000))
     context = zmq.Context()
     pub = context.socket(zmq.PUB)
     pub.setsockopt(zmq.SNDHWM, 0)
@@ -373,7 +403,7 @@ async def measure(kind: str, server: Server | None, args: argparse.Namespace) ->
                 chains = branching(args.chains, blocks, shared, Random(blocks))
                 say(f"lookup {blocks} blocks, {name}", await lookups(reader, writer, chains, args.rounds))
     async with store(kind, server) as (_, writer):
-        say("ingest, 16-token blocks, full cache", await ingest(writer, payloads(args.batches, Random(1))))
+        say("ingest, 16-token blocks, 30 % removals", await ingest(writer, args.ingest_seconds))
     async with store(kind, server) as (_, writer):
         say("memory a block, 128 workers", await bytes_a_block(writer, server, args.memory_blocks, Random(2)))
     async with store(kind, server) as (reader, writer):
@@ -399,7 +429,7 @@ def main() -> None:
     parser.add_argument("--store", choices=["memory", "redis", "valkey"], help="only this one (default: all there are)")
     parser.add_argument("--chains", type=int, default=300, help="distinct chains looked up (default: 300)")
     parser.add_argument("--rounds", type=int, default=1000, help="lookups (default: 1000)")
-    parser.add_argument("--batches", type=int, default=50_000, help="batches ingested, 8 blocks each (default: 50000)")
+    parser.add_argument("--ingest-seconds", type=float, default=5.0, help="length of the ingest run (default: 5)")
     parser.add_argument("--memory-blocks", type=int, default=500_000, help="blocks for the memory figure")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of the event-to-visible run")
     parser.add_argument("--rate", type=int, default=10_000, help="blocks/s of that run (default: 10000)")
