@@ -25,6 +25,7 @@ from router.fleet.breaker import Breaker
 from router.fleet.discovery import Discovery
 from router.fleet.load import LoadSample, RankLoad, is_stale, parse_metrics
 from router.fleet.reread import Reread
+from router.fleet.silence import may_stay
 from router.fleet.state import (
     EventSource,
     FleetEvent,
@@ -42,7 +43,6 @@ from router.policy.retry import FailureKind
 PROBE_INTERVAL_S = 2.0  # ready pods; a dead one is found by the proxy's own connects before that
 STARTING_INTERVAL_S = 0.5  # pods that may come up any moment
 MODELS_EVERY_PROBES = 5
-SLOW_PROBES_ALLOWED = 3  # an API server under load answers /health late: not yet a reason to drop the pod
 REFUSED_PROBES_UNTIL_GONE = 2
 FOREIGN_UNCACHED_RATIO = 0.5  # of a usual prompt: what a request of somebody else, waiting in a pod, will have computed
 REREAD_INTERVAL_S = 1.0  # an adapter loaded a moment ago is asked for: at most so often, whatever clients ask for
@@ -72,7 +72,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 class _Life:
     """One pod from Seen to Gone; a restart begins another life at the same identity."""
 
-    __slots__ = ("generation", "gone", "kick", "own_at_scrape", "refused", "sample", "slow", "tasks")
+    __slots__ = ("generation", "gone", "heard_s", "kick", "own_at_scrape", "refused", "sample", "slow", "tasks")
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -83,6 +83,7 @@ class _Life:
         self.own_at_scrape: dict[int, int] = {}
         self.slow = 0
         self.refused = 0
+        self.heard_s = float("-inf")  # when it last answered anything
 
 
 class Fleet:
@@ -342,6 +343,9 @@ class Fleet:
 
     def succeeded(self, worker: WorkerAddress) -> None:
         """The worker answered a request properly."""
+        life = self._lives.get(worker.pod)
+        if life is not None:
+            life.heard_s = self._clock()
         breaker = self._breakers.get(worker)
         if breaker is not None:
             breaker.succeeded(now_s=self._clock())
@@ -362,7 +366,8 @@ class Fleet:
                 self._apply(outcome)
             count += 1
             now = self.state.pods.get(identity)
-            interval_s = PROBE_INTERVAL_S if now is not None and now.serving else STARTING_INTERVAL_S
+            well = now is not None and now.serving and not life.slow
+            interval_s = PROBE_INTERVAL_S if well else STARTING_INTERVAL_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):  # wait_for can swallow a cancellation in 3.11
                     await life.kick.wait()
@@ -375,6 +380,7 @@ class Fleet:
             async with asyncio.timeout(self._times.probe_timeout_s):
                 status = await self._health(pod)
                 life.slow = life.refused = 0
+                life.heard_s = self._clock()
                 if status not in (200, 404, 405):  # 404: an engine without this route says nothing bad by it
                     return Probed(identity=identity, not_ready="health", detail=f"/health answered {status}")
                 if not with_models:
@@ -398,7 +404,17 @@ class Fleet:
 
     def _slow(self, pod: Pod, life: _Life, why: NotReady, detail: str) -> Probed | None:
         life.slow += 1
-        if pod.serving and life.slow < SLOW_PROBES_ALLOWED:
+        now_s = self._clock()
+        others = (
+            self._lives[i].heard_s
+            for i, p in self.state.pods.items()
+            if p.serving and i != pod.spec.identity and i in self._lives and p.base_model(None) == pod.base_model(None)
+        )
+        if pod.serving and may_stay(
+            slow_probes=life.slow,
+            silent_s=now_s - life.heard_s,
+            others_silent_s=(now_s - heard_s for heard_s in others),
+        ):
             return None
         return Probed(identity=pod.spec.identity, not_ready=why, detail=detail)
 
@@ -482,6 +498,7 @@ class Fleet:
             if reply.status != 200:
                 return
             text = await _bounded(reply, MAX_METRICS_BYTES)
+        life.heard_s = self._clock()
         sample = parse_metrics(text, now_s=self._clock())
         known = self.state.pods.get(pod.spec.identity)
         if known is None:
