@@ -23,7 +23,7 @@ from router.core.hashing import usable_blocks
 from router.core.types import WorkerAddress
 from router.fleet.bookings import Booking
 from router.policy.overload import Line, Ticket, least_work_s, overloaded
-from router.policy.pick import Candidate, Chosen, Costs, Policy, RoutingRequest, price, uncached_tokens
+from router.policy.pick import Candidate, Chosen, Costs, Policy, RoutingRequest, best_of, price
 
 SCRAPE_VALID_S = 10.0  # as the router's scrape_stale_after_s
 
@@ -549,10 +549,9 @@ class Simulation:
         self._pods[number].ready = True
 
     def _explain_decision(self, candidates: Sequence[Candidate], request: RoutingRequest, decision: Any) -> None:
-        m_min = min((uncached_tokens(c, request) for c in candidates), default=0)
         rows = []
         for c in candidates:
-            terms = price(c, m_min, request, self._costs)
+            terms = price(c, best_of(candidates, request), request, self._costs)
             rows.append({**msgspec.to_builtins(c), **msgspec.to_builtins(terms), "price": terms.price})
         self.outcome.explained.append(
             {

@@ -26,6 +26,7 @@ from router.index.port import Held, IndexReader
 from router.ops import Metrics
 from router.peers import Peers
 from router.policy.pick import (
+    Best,
     Candidate,
     Chosen,
     Costs,
@@ -33,6 +34,7 @@ from router.policy.pick import (
     Policy,
     Refused,
     RoutingRequest,
+    best_of,
     price,
     uncached_tokens,
 )
@@ -444,7 +446,7 @@ class Conductor:
         name = request.policy or self._policy
         candidates = [v.candidate for v in views]
         decision = self._policies[name](candidates, routing, self._costs, self._rng)
-        m_min = min((uncached_tokens(c, routing) for c in candidates), default=0)
+        best = best_of(candidates, routing) if candidates else Best(0, 1)
         return {
             "model": request.model,
             "policy": name,
@@ -455,7 +457,7 @@ class Conductor:
             "chosen_pod": _pod_name(views, decision),
             "control": msgspec.to_builtins(self._control),
             "shadow": self._shadow_shown(views, routing),
-            "workers": [self._row(v, m_min, routing) for v in views],
+            "workers": [self._row(v, best, routing) for v in views],
         }
 
     def _shadow_shown(self, views: Sequence[_View], routing: RoutingRequest) -> dict[str, Any] | None:
@@ -468,9 +470,9 @@ class Conductor:
             "chosen_pod": _pod_name(views, decision),
         }
 
-    def _row(self, view: _View, m_min: int, routing: RoutingRequest) -> dict[str, Any]:
+    def _row(self, view: _View, best: Best, routing: RoutingRequest) -> dict[str, Any]:
         c = view.candidate
-        terms = price(c, m_min, routing, self._costs)
+        terms = price(c, best, routing, self._costs)
         return {
             "pod": view.pod.spec.name,
             "rank": c.worker.rank,

@@ -43,7 +43,7 @@ class Costs(msgspec.Struct, frozen=True):
 
     alpha: float = 3.0
     beta_per_request: float = 0.3
-    crowd_half_requests: float = 2.0  # c0
+    crowd_half_requests: float = 2.0  # c0, on each copy of what is shared
     n0_requests: float = 4.0
     w_kv_prompts: float = 0.85  # a full cache weighs as much as computing so many of this prompt
     w_adapter: float = 3.0  # like alpha: loading again what another worker has spends capacity and evicts somebody
@@ -100,16 +100,31 @@ def fit(candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[Ca
     ]
 
 
-def price(c: Candidate, m_min: int, request: RoutingRequest, costs: Costs) -> Terms:
+class Best(msgspec.Struct, frozen=True, gc=False):
+    """What the warmest workers would have to compute of a prompt, and how many they are: the copies there are of it."""
+
+    uncached_tokens: int
+    workers: int
+
+
+def best_of(candidates: Sequence[Candidate], request: RoutingRequest) -> Best:
+    """Over workers that may get the request, at least one."""
+    uncached = [uncached_tokens(c, request) for c in candidates]
+    least = min(uncached)
+    return Best(least, uncached.count(least))
+
+
+def price(c: Candidate, best: Best, request: RoutingRequest, costs: Costs) -> Terms:
     """J of docs/adr/0003: seconds of prefill ahead, plus a surcharge for a miss that another worker would not have."""
     m = uncached_tokens(c, request)
     n = c.inflight_requests
-    a = (costs.alpha + costs.beta_per_request * n) / (1.0 + request.crowd_requests / costs.crowd_half_requests)
+    crowd = request.crowd_requests / best.workers  # on each copy there is
+    a = (costs.alpha + costs.beta_per_request * n) / (1.0 + crowd / costs.crowd_half_requests)
     r = c.prefill_tokens_per_s
     return Terms(
         queue_s=c.booked_prefill_tokens / r,
         own_s=m / r,
-        regret_s=a * (m - m_min) / r,
+        regret_s=a * (m - best.uncached_tokens) / r,
         kv_s=costs.w_kv_prompts * c.kv_held_ratio * request.prompt_tokens / r,
         adapter_s=costs.w_adapter * c.adapter_s,
         company=n + costs.n0_requests,
@@ -122,8 +137,9 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
     able = fit(candidates, request)
     if not able:
         return refuse(candidates)
-    m_min = min(uncached_tokens(c, request) for c in able)
-    priced = [(price(c, m_min, request, costs).price, c) for c in able]
+    best_known = best_of(able, request)
+    m_min = best_known.uncached_tokens
+    priced = [(price(c, best_known, request, costs).price, c) for c in able]
     least = min(p for p, _ in priced)
     reason = "prefix" if m_min < request.prompt_tokens else "load"
     if request.prompt_tokens and m_min > costs.placement_miss_ratio * request.prompt_tokens:

@@ -116,11 +116,12 @@ async def test_after_an_exchange_the_new_prefix_is_known_to_both() -> None:
     assert (second.worker, second.matched_tokens) == (first.worker, len(SHARED))
 
 
-async def test_32_siblings_at_once_share_what_is_computed() -> None:
+@pytest.mark.parametrize("pods", [8, 32, 64])
+async def test_32_siblings_at_once_share_what_is_computed(pods: int) -> None:
     """A prefix nobody has seen, on an idle fleet: the crowd pays for a copy on each of few pods, not for one each."""
-    chosen = await send(Town(pods=8), siblings(32))
+    chosen = await send(Town(pods=pods), siblings(32))
     counts = counted(chosen)
-    assert sum(c.matched_tokens == 0 for c in chosen) == len(counts), "each pod computes the prefix once"
+    assert sum(c.matched_tokens == 0 for c in chosen) == len(counts) <= 12, "each of few pods computes the prefix once"
     assert max(counts.values()) <= 8, "and no pod is left with it alone"
 
 

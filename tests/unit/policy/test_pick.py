@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from random import Random
 
+import msgspec
 import pytest
 
 from router.core.types import WorkerAddress
@@ -105,6 +106,12 @@ def test_a_crowd_takes_the_price_off_one_more_copy() -> None:
     pair = [COLD_IDLE, warm_busy(12)]
     assert choose(pair) == "warm-busy"
     assert choose(pair, crowd_requests=200) == "cold-idle"
+
+
+def test_a_crowd_is_shared_by_the_copies_there_are() -> None:
+    copies = [msgspec.structs.replace(warm_busy(12), worker=WorkerAddress(f"warm-{i}")) for i in range(8)]
+    assert choose([COLD_IDLE, copies[0]], crowd_requests=16) == "cold-idle", "a second copy pays"
+    assert choose([COLD_IDLE, *copies], crowd_requests=16) != "cold-idle", "a ninth does not"
 
 
 @pytest.mark.parametrize(
