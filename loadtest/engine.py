@@ -97,8 +97,7 @@ class Gauges(msgspec.Struct, frozen=True):
     generation_tokens: int
     finished_requests: int
     aborted_requests: int
-    running_adapters: tuple[str, ...] = ()  # with max_loras only: those that have running requests, ...
-    waiting_adapters: tuple[str, ...] = ()  # ... waiting ones
+    running_adapters: tuple[str, ...] = ()  # with max_loras only: those that have running requests
 
 
 class _Sequence:
@@ -223,12 +222,7 @@ class Engine:
             finished_requests=self._finished,
             aborted_requests=self._aborted,
             running_adapters=tuple(self._lora_running),
-            waiting_adapters=self._waiting_adapters() if self.profile.max_loras else (),
         )
-
-    def _waiting_adapters(self) -> tuple[str, ...]:
-        waiting = [*self._waiting, *(a[2] for a in self._arriving)]
-        return tuple(dict.fromkeys(s.request.lora_name for s in waiting if s.request.lora_name is not None))
 
     def match(self, hashes: Sequence[int]) -> list[int]:
         """The longest run of a chain that is in the cache now. For oracles: no real pod answers this."""

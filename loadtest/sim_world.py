@@ -494,7 +494,7 @@ class Simulation:
                         self._workers[i],
                         max_loras=max_loras,
                         running=g.running_adapters,
-                        waiting=g.waiting_adapters,
+                        waiting=(),  # vLLM does not tell
                         own=names,
                         valid_s=SCRAPE_VALID_S,
                     )

@@ -37,9 +37,9 @@ def render(pod: EmulatedPod) -> str:
     add("vllm:engine_sleep_state", "gauge", 1, ',sleep_state="awake"')
     lines += _ttft(pod, labels)
     p = c.profile
-    if p.max_loras:
-        text = f'max_lora="{p.max_loras}",running_lora_adapters="{",".join(g.running_adapters)}"'
-        text += f',waiting_lora_adapters="{",".join(g.waiting_adapters)}"'
+    if p.max_loras:  # as vLLM 0.32: both labels name the adapters that run, and one that only waits is not told
+        names = ",".join(g.running_adapters)
+        text = f'max_lora="{p.max_loras}",running_lora_adapters="{names}",waiting_lora_adapters="{names}"'
         lines += [
             "# HELP vllm:lora_requests_info Running stats on lora requests.",
             "# TYPE vllm:lora_requests_info gauge",

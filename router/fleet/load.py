@@ -28,7 +28,10 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters that have requests now. One for the whole pod: vLLM does not tell its ranks apart here."""
+    """Adapters that have requests now. One for the whole pod: vLLM does not tell its ranks apart here.
+
+    vLLM 0.32 names the same under both: those that have given a token (v1/metrics/stats.py, LoRARequestStates).
+    """
 
     max_loras: int  # slots on the GPU
     running: tuple[str, ...] = ()
