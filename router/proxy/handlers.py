@@ -55,7 +55,14 @@ CONTROL_ROUTES = frozenset(
         "/start_profile",
         "/stop_profile",
         "/init_weight_transfer_engine",
+        "/shutdown_weight_transfer_engine",
+        "/start_weight_update",
+        "/start_draft_weight_update",
+        "/finish_weight_update",
         "/update_weights",
+        "/update_weight_version",
+        "/release_kv_cache_memory",
+        "/fault_tolerance/apply",
     }
 )
 """vLLM routes that act on one engine: through a router they would hit a pod by chance, sent by any client."""

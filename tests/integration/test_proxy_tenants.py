@@ -89,9 +89,10 @@ async def test_the_api_key_is_the_tenant_and_its_bytes_stay_here() -> None:
         assert not any(b"k-alpha" in r.raw_head + r.body for r in w.pod.requests)
 
 
-async def test_a_route_that_acts_on_one_engine_is_known_however_it_is_written() -> None:
+@pytest.mark.parametrize("path", ["/sleep", "/sl%65ep", "/finish_weight_update", "/fault_tolerance%2Fapply"])
+async def test_a_route_that_acts_on_one_engine_is_known_however_it_is_written(path: str) -> None:
     async with world(echo) as w:
-        assert await send(w, b"{}", "/sl%65ep", tenant=None) == 403
+        assert await send(w, b"{}", path, tenant=None) == 403
         assert w.bodies() == 0
 
 
