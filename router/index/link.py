@@ -1,9 +1,10 @@
 """Connections to Redis with bounds: every call has a deadline, none can read another's reply, waits are bounded.
 
 A deadline is on Redis, not on us: when it fires, the loop looks at its sockets once more, and a reply that came while
-we stood still counts. Commands are packed by hiredis (four times faster than redis-py's own packing). A call that does
-not end well, by deadline, cancellation or error, closes its connection, so an unread reply can never be taken for the
-next one.
+we stood still counts. Commands are packed by hiredis (four times faster than redis-py's own packing). An unread reply
+can never be taken for the next one: the connection of a call that was given up is used again only after its reply has
+been read and dropped, that of a call that failed never. (Closing both made a late lookup cost the next one a new
+connection, five more round trips to the server that was slow.)
 May import: redis, hiredis, router.core.
 """
 
@@ -26,6 +27,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from router.core.types import IndexUnavailable
 
 Command = tuple[bytes | str | int, ...]
+_DRAIN_S = 1.0  # how long a reply that nobody waits for any longer is waited for
 _TURNS = 3  # of the loop: sockets are looked at, whoever waits for them is told, it reads
 
 
@@ -45,6 +47,8 @@ class Link:
         self._room = asyncio.Semaphore(max_connections)
         self._idle: list[AbstractConnection] = []
         self._open: set[AbstractConnection] = set()
+        self._draining: set[asyncio.Task[None]] = set()
+        self._max_draining = max_connections
 
     async def call(self, *commands: Command, deadline_s: float) -> list[Any]:
         """The replies, in order. Raises IndexUnavailable; a script that is not there raises NoScriptError."""
@@ -62,14 +66,20 @@ class Link:
             reused = bool(self._idle)
             conn = self._idle.pop() if reused else self._new()
             self._open.add(conn)
-            well = False
+            got: list[Any] = []
+            well = sent = given_up = False
             try:
                 if not reused:
                     await conn.connect()  # type: ignore[no-untyped-call]
                 await conn.send_packed_command(packed, check_health=False)
-                got = [await conn.read_response() for _ in range(replies)]
+                sent = True
+                while len(got) < replies:
+                    got.append(await conn.read_response(disconnect_on_error=False))
                 well = True
                 return got
+            except asyncio.CancelledError:
+                given_up = sent and len(self._draining) < self._max_draining
+                raise
             except NoScriptError:
                 well = replies == 1
                 raise
@@ -82,8 +92,29 @@ class Link:
             finally:
                 if well:
                     self._idle.append(conn)
+                elif given_up:
+                    task = asyncio.create_task(self._drain(conn, replies - len(got)), name="redis-late-reply")
+                    self._draining.add(task)
+                    task.add_done_callback(self._draining.discard)
                 else:
                     await self._close(conn)
+
+    async def _drain(self, conn: AbstractConnection, replies: int) -> None:
+        """Read what nobody waits for any longer; then the connection is as good as any."""
+        well = False
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                for _ in range(replies):
+                    with contextlib.suppress(ResponseError):
+                        await conn.read_response(disconnect_on_error=False)
+            well = True
+        except (RedisError, OSError, TimeoutError):
+            pass
+        finally:
+            if well:
+                self._idle.append(conn)
+            else:
+                await self._close(conn)
 
     async def run(
         self, script: Script, keys: Sequence[bytes], args: Sequence[bytes | str | int], deadline_s: float
@@ -111,6 +142,9 @@ class Link:
 
     async def close(self) -> None:
         """Close all."""
+        for task in self._draining:
+            task.cancel()
+        await asyncio.gather(*self._draining, return_exceptions=True)
         self._idle.clear()
         for conn in list(self._open):
             await self._close(conn)

@@ -130,6 +130,21 @@ async def test_a_lookup_that_finds_no_free_connection_in_time_says_busy(server: 
         assert all(isinstance(e, IndexUnavailable) for e in got)
 
 
+async def test_late_replies_cost_no_connections_and_answer_nobody_else(server: Server, proxy: HostileProxy) -> None:
+    await filled(server.url, 300)
+    async with reading(proxy.url, deadline_s=0.15) as reader:
+        await until(lambda: _is(gpu(reader, chain(7, 6)), 7))
+        before, proxy.delay_s = proxy.connections, 0.4
+        for n in range(3):
+            with pytest.raises(IndexUnavailable):
+                await reader.holders(chain(7, n))
+            await asyncio.sleep(0.6)
+        proxy.delay_s = 0.0
+        assert proxy.connections - before <= 1
+        for n in range(100):
+            await until(lambda n=n: _is(gpu(reader, chain(7, n)), n % 7 + 1))
+
+
 @pytest.mark.parametrize("loops", ["asyncio", "uvloop"])
 def test_a_reply_that_came_while_we_stood_still_counts(server: Server, loops: str) -> None:
     """The deadline is on Redis: a loop that was held up by something else must not call Redis late."""
