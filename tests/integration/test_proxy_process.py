@@ -132,6 +132,34 @@ async def test_h69_h71_sigterm_with_an_open_stream_loses_nothing() -> None:
     assert not [line for line in running.lines if line.get("level") == "error"]
 
 
+async def test_sigterm_serves_those_that_wait_for_room_too() -> None:
+    go = asyncio.Event()
+
+    async def script(served: Served) -> None:
+        await go.wait()
+        await echo(served)
+
+    flags = ("--overload-prefill-s", "0.01", "--prefill-tokens-per-s", "100", "--drain-delay-s", "0.2")
+    async with FakePod(script) as pod, serve(pod, flags=flags) as running:
+        await ready(running, 1)
+        asked = [asyncio.create_task(chat(running, n=n, stream=True)) for n in range(3)]
+
+        async def two_wait() -> bool:
+            async with running.session.get(f"{running.admin}/debug/pods") as reply:
+                return (await reply.json())["waiting"]["requests"] == 2
+
+        await eventually_async(two_wait, within_s=30)
+        assert len(pod.requests) == 1
+        running.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: any(line.get("message") == "draining" for line in running.lines))
+        go.set()
+        assert [(await reply).status for reply in asked] == [200, 200, 200]
+        for reply in asked:
+            await reply.result().read()
+        assert await asyncio.wait_for(running.process.wait(), 30) == 0
+    assert "traceback" not in running.log()
+
+
 async def test_an_empty_fleet_is_live_and_answers_503() -> None:
     dead = FakePod()
     await dead.start()
