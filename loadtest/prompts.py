@@ -65,7 +65,7 @@ class Prompts:
         return text
 
     def _chunk(self, name: str) -> list[str]:
-        """The words of one chunk of a stream. A hash, because seeding a Random takes ten times as long."""
+        """The words of one chunk of a stream. A hash, because seeding a Random takes four times as long."""
         words, count = self._words, len(self._words)
         return [words[n % count] for n in array("H", shake_128(name.encode()).digest(2 * _CHUNK_TOKENS))]
 
