@@ -15,6 +15,7 @@ from loadtest.svg import Axis, Series, bars, linear_axis, lines, log_axis
 
 CDF_POINTS = 200
 TIME_BINS = 30
+NARROW_CHARACTERS = 12  # a longer figure may be broken on a narrow page
 
 STYLE = """
 :root{--bg:#fff;--fg:#1b1f24;--dim:#5d6772;--rule:#d9dee3;--card:#f6f8fa;
@@ -40,7 +41,7 @@ figure{margin:0;min-width:0}figcaption{font-weight:600}
 svg{display:block;width:100%;height:auto}
 .grid{stroke:var(--rule)}.axis{stroke:var(--dim)}.tick,.label{fill:var(--dim);font-size:12px}
 @media(max-width:640px){.tick,.label{font-size:18px}body{font-size:14px}
-table{font-size:12px}th,td{padding:4px}th,.name{white-space:normal}.up{display:none}}
+table{font-size:12px}th,td{padding:4px}th,.name,.long{white-space:normal}.up{display:none}}
 .line{fill:none;stroke-width:2.2}.thin{stroke-width:1.2}.dashed{stroke-width:1.4;stroke-dasharray:5 4}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:6px 0}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
@@ -119,7 +120,8 @@ def _grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, nam
     """A table under its heading; the first `names` columns are words, the others figures."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        marks = [f"{tag} class=name" if n < names else tag for n in range(len(cells))]
+        long = [f"{tag} class=long" if len(c) > NARROW_CHARACTERS else tag for c in cells]
+        marks = [f"{tag} class=name" if n < names else mark for n, mark in enumerate(long)]
         return "".join(f"<{m}>{escape(c)}</{tag}>" for m, c in zip(marks, cells, strict=True))
 
     body = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in rows)
