@@ -395,8 +395,7 @@ async def test_a_dead_indexer_shows_and_what_it_wrote_is_believed(
             async with indexing(server.url, publisher):
                 publisher.publish(batch(1, 0))
                 await until(lambda: gpu(reader, keys_of(1, 1)))
-                await asyncio.sleep(1.5)
-                assert reader.status()["unattended_workers"] == 0
+                await until(lambda: reader.status()["unattended_workers"] == 0)
             await until(lambda: reader.status()["unattended_workers"] == 1)
             assert await gpu(reader, keys_of(1, 1)) == 1
             async with indexing(server.url, publisher):
