@@ -225,4 +225,5 @@ def csv_table(runs: Sequence[Run]) -> str:
 
 
 def _values(run: Run) -> Sequence[float]:
-    return array("f", run.ttft_s)
+    """Of the requests that got a first token; the others are counted as failed, not timed."""
+    return [t for t in array("f", run.ttft_s) if t < math.inf]
