@@ -146,16 +146,7 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
     reason = "prefix" if m_min < request.prompt_tokens else "load"
     nobody_holds_it = request.prompt_tokens and m_min > costs.placement_miss_ratio * request.prompt_tokens
     if nobody_holds_it and request.reuse_ratio >= costs.placement_reuse_ratio:
-        # Near in price; or hardly more company and no prefill ahead, for on an idle fleet ratios of prices say little.
-        quiet = min(c.inflight_requests for c in able) + costs.n0_requests
-        near = [
-            (c.placed_tokens, p, c)
-            for p, c in priced
-            if p <= least * costs.placement_slack_ratio
-            or (c.booked_prefill_tokens == 0 and c.inflight_requests <= quiet and not c.adapter_s)
-        ]
-        smallest = min(near, key=lambda t: (t[0], t[1]))
-        best = [c for w, p, c in near if w == smallest[0] and p == smallest[1]]
+        best = _least_placed(priced, least, request, costs)
         reason = "placement"
     else:
         best = [c for p, c in priced if p == least]
@@ -163,6 +154,30 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
             best = [_home(best, able, m_min, request, costs)]
     winner = best[0] if len(best) == 1 else rng.choice(best)
     return Chosen(worker=winner.worker, matched_tokens=winner.matched_tokens, reason=reason, price=least)
+
+
+def _least_placed(
+    priced: Sequence[tuple[float, Candidate]], least: float, request: RoutingRequest, costs: Costs
+) -> list[Candidate]:
+    """Of those near the least price, the ones where the fewest tokens of such prompts were placed lately.
+
+    Near: at most half as dear again, and through with what is ahead before the cheapest would have computed this
+    prompt too; or hardly more company and nothing ahead, for on an idle fleet ratios of prices say little.
+    """
+    quiet = min(c.inflight_requests for _, c in priced) + costs.n0_requests
+    soonest_s = min(
+        (c.booked_prefill_tokens + uncached_tokens(c, request)) / c.prefill_tokens_per_s
+        for p, c in priced
+        if p == least
+    )
+    near = [
+        (c.placed_tokens, p, c)
+        for p, c in priced
+        if (p <= least * costs.placement_slack_ratio and c.booked_prefill_tokens <= soonest_s * c.prefill_tokens_per_s)
+        or (c.booked_prefill_tokens == 0 and c.inflight_requests <= quiet and not c.adapter_s)
+    ]
+    placed, price_, _ = min(near, key=lambda t: t[:2])
+    return [c for w, p, c in near if w == placed and p == price_]
 
 
 def _home(
@@ -179,7 +194,7 @@ def _home(
         for c in able
         if c.inflight_requests <= quiet
         and uncached_tokens(c, request) == m_min
-        and c.booked_prefill_tokens <= m_min  # no more ahead than its own part
+        and not c.booked_prefill_tokens
         and not c.adapter_s
     ]
     return min((*best, *holders), key=lambda c: xxhash.xxh3_64_intdigest(request.affinity + str(c.worker).encode()))

@@ -15,8 +15,9 @@ def worker(name: str, **kw: object) -> Candidate:
     return Candidate(worker=WorkerAddress(name), **{"matched_tokens": 0, **kw})  # type: ignore[arg-type]
 
 
-def choose(candidates: list[Candidate], seed: int = 1, **request: int) -> str:
-    decision = pick(candidates, RoutingRequest(**{"prompt_tokens": 7000, **request}), Costs(), Random(seed))
+def choose(candidates: list[Candidate], seed: int = 1, **request: float) -> str:
+    asked = RoutingRequest(**{"prompt_tokens": 7000, **request})  # type: ignore[arg-type]
+    decision = pick(candidates, asked, Costs(), Random(seed))
     assert isinstance(decision, Chosen)
     return decision.worker.pod
 
@@ -152,7 +153,7 @@ def test_a_prompt_that_many_hold_whole_goes_to_its_first_quiet_holder() -> None:
 
     assert at_home(with_first(inflight_requests=8)) == first
     assert at_home(with_first(inflight_requests=9)) != first, "it is not quiet"
-    assert at_home(with_first(booked_prefill_tokens=101)) != first, "more is ahead than the request's own part"
+    assert at_home(with_first(booked_prefill_tokens=1)) != first, "something is ahead there"
     assert at_home(with_first(adapter_s=0.1)) != first, "its adapter is not there"
     assert at_home([c for c in fleet if c.worker.pod != first] + [worker(first, matched_tokens=6400)]) != first
 
@@ -162,6 +163,28 @@ def test_the_homes_of_many_prompts_are_all_workers_alike() -> None:
     fleet = [worker(n, matched_tokens=6900) for n in "abcdefgh"]
     counts = Counter(at_home(fleet, prefix=i.to_bytes(8, "big")) for i in range(4000))
     assert sum((counts[n] - 500) ** 2 / 500 for n in "abcdefgh") < 24.32
+
+
+def test_where_prompts_do_not_come_again_the_price_alone_decides() -> None:
+    full, bare = worker("full", placed_tokens=90_000), worker("bare", booked_prefill_tokens=1500)
+    assert choose([full, bare]) == "bare"
+    assert choose([full, bare], reuse_ratio=0.3) == "bare"
+    assert choose([full, bare], reuse_ratio=0.1) == "full", (
+        "to place it well brings nothing: nobody will ask for it again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("booked_prefill_tokens", "expected"),
+    [
+        pytest.param(36_000, "bare", id="its queue is over before the cheapest would have computed this prompt too"),
+        pytest.param(38_000, "full", id="it is not"),
+    ],
+)
+def test_a_prompt_is_not_placed_where_it_would_wait_much_longer(booked_prefill_tokens: int, expected: str) -> None:
+    full = worker("full", placed_tokens=90_000, booked_prefill_tokens=30_000, inflight_requests=5)
+    bare = worker("bare", booked_prefill_tokens=booked_prefill_tokens, inflight_requests=5)
+    assert choose([full, bare]) == expected
 
 
 def test_unknown_prompts_are_spread_by_requests_in_flight() -> None:
