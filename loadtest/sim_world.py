@@ -290,7 +290,6 @@ class Simulation:
         request = RoutingRequest(
             prompt_tokens=sample.prompt_tokens,
             crowd_requests=view.crowd(key),
-            reuse_ratio=view.bookings.reuse_ratio,
             sequence=next(self._requests),
             affinity=usable[0].to_bytes(8, "big") if usable else b"",
         )
@@ -313,7 +312,6 @@ class Simulation:
         blocks = look.found.get(pod, 0)
         if decision.reason == "placement":
             view.bookings.place(decision.worker, sample.prompt_tokens)
-        view.bookings.saw(held_tokens=max(look.found.values(), default=0) * size, prompt_tokens=sample.prompt_tokens)
         flight.booking = view.book(
             decision.worker,
             uncached_tokens=max(sample.prompt_tokens - blocks * size, 0),

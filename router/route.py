@@ -295,7 +295,6 @@ class Conductor:
             self._metrics.prompt_tokens.labels(policy=name).inc(prepared.prompt_tokens)
             self._metrics.matched_tokens.labels(policy=name).inc(view.gpu_tokens)
             deepest = max(v.gpu_tokens for v in views)
-            self.bookings.saw(held_tokens=deepest, prompt_tokens=prepared.prompt_tokens)
             self.prefixes.note(crowd_key, depth_tokens=deepest, saved_tokens=view.gpu_tokens)
         return self._choice(prepared, view, decision, name, booking)
 
@@ -351,7 +350,6 @@ class Conductor:
         return RoutingRequest(
             prompt_tokens=prepared.work_tokens,
             crowd_requests=self.bookings.crowd(crowd_key) + self._peers.crowd(crowd_key, self._clock()),
-            reuse_ratio=self.bookings.reuse_ratio,
             sequence=prepared.sequence,
             affinity=first,
         )
@@ -455,7 +453,6 @@ class Conductor:
             "prompt_tokens": prepared.prompt_tokens,
             "tokens": _tokens_shown(prepared.tokens),
             "crowd_requests": routing.crowd_requests,
-            "reuse_ratio": round(routing.reuse_ratio, 3),
             "choice": msgspec.to_builtins(decision),
             "chosen_pod": _pod_name(views, decision),
             "control": msgspec.to_builtins(self._control),

@@ -16,8 +16,6 @@ from router.core.types import BlockKey, Clock, WorkerAddress
 from router.fleet.rates import PrefillRates
 
 PLACED_WINDOW_S = 180.0
-REUSE_FADES = 1 - 1 / 200  # each request takes so much off what was seen before
-REUSE_AT_FIRST_TOKENS = 1e6  # a router that knows nothing yet has seen so many tokens, all of them held
 
 
 class WorkerLoad:
@@ -138,7 +136,6 @@ class Bookings:
 
     def __init__(self, *, rates: PrefillRates | None = None, clock: Clock = time.monotonic) -> None:
         self.rates = rates  # None: nothing is learnt
-        self._seen_tokens = self._held_tokens = REUSE_AT_FIRST_TOKENS
         self._clock = clock
         self._loads: dict[WorkerAddress, WorkerLoad] = {}
         self._crowd: Counter[BlockKey] = Counter()
@@ -211,16 +208,6 @@ class Bookings:
     def crowds(self) -> Mapping[BlockKey, int]:
         """All crowds in flight, for telling other routers. A view, not a copy."""
         return self._crowd
-
-    def saw(self, *, held_tokens: int, prompt_tokens: int) -> None:
-        """A prompt came, of which so much was held where most of it was."""
-        self._seen_tokens = self._seen_tokens * REUSE_FADES + prompt_tokens
-        self._held_tokens = self._held_tokens * REUSE_FADES + held_tokens
-
-    @property
-    def reuse_ratio(self) -> float:
-        """Share of the latest prompts' tokens that somebody held."""
-        return self._held_tokens / self._seen_tokens
 
     def place(self, worker: WorkerAddress, prompt_tokens: int) -> None:
         """A prompt that nobody held goes there: its cache will be this much fuller."""

@@ -34,7 +34,6 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
     prompt_tokens: int = 0
     crowd_requests: int = 0  # in flight whose deepest known block is this request's
-    reuse_ratio: float = 1.0  # share of a prompt that somebody held, lately, over all requests
     sequence: int = 0  # counts requests, for round-robin
     affinity: bytes = b""  # its beginning (first block key or session): an order of workers of its own; b"" = none
 
@@ -50,7 +49,6 @@ class Costs(msgspec.Struct, frozen=True):
     w_adapter: float = 3.0  # like alpha: loading again what another worker has spends capacity and evicts somebody
     placement_miss_ratio: float = 0.95  # above this share missing everywhere, place where least was placed
     placement_slack_ratio: float = 1.5
-    placement_reuse_ratio: float = 0.2  # only where prompts come again at all: else there is nothing to place
     home_miss_ratio: float = 0.1  # up to this share missing at its holders, the quiet ones are taken in a fixed order
     home_slack_requests: float = 8.0  # quiet: so many more in flight than on the quietest
 
@@ -144,8 +142,7 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
     priced = [(price(c, best_known, request, costs).price, c) for c in able]
     least = min(p for p, _ in priced)
     reason = "prefix" if m_min < request.prompt_tokens else "load"
-    nobody_holds_it = request.prompt_tokens and m_min > costs.placement_miss_ratio * request.prompt_tokens
-    if nobody_holds_it and request.reuse_ratio >= costs.placement_reuse_ratio:
+    if request.prompt_tokens and m_min > costs.placement_miss_ratio * request.prompt_tokens:
         best = _least_placed(priced, least, request, costs)
         reason = "placement"
     else:

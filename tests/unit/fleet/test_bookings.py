@@ -103,19 +103,3 @@ def test_prompts_placed_on_a_worker_are_counted_for_three_minutes() -> None:
     assert bookings.placed_tokens(WorkerAddress("other")) == 0
     bookings.retire(worker)
     assert bookings.placed_tokens(worker) == 0, "a new life has an empty cache"
-
-
-def test_the_share_of_reuse_is_of_the_latest_tokens() -> None:
-    """At first all is taken for reuse: a fresh router places prompts until it has seen that they do not come again."""
-    bookings = Bookings()
-    assert bookings.reuse_ratio == 1.0
-    for _ in range(100):
-        bookings.saw(held_tokens=0, prompt_tokens=10_000)
-    assert 0.3 < bookings.reuse_ratio < 0.5
-    for _ in range(1000):
-        bookings.saw(held_tokens=0, prompt_tokens=10_000)
-        bookings.saw(held_tokens=100, prompt_tokens=100)
-    assert bookings.reuse_ratio == pytest.approx(0.01, rel=0.1), "by tokens: short prompts say little"
-    for _ in range(300):
-        bookings.saw(held_tokens=5000, prompt_tokens=10_000)
-    assert 0.35 < bookings.reuse_ratio < 0.5, "it follows"

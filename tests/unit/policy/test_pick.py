@@ -165,15 +165,6 @@ def test_the_homes_of_many_prompts_are_all_workers_alike() -> None:
     assert sum((counts[n] - 500) ** 2 / 500 for n in "abcdefgh") < 24.32
 
 
-def test_where_prompts_do_not_come_again_the_price_alone_decides() -> None:
-    full, bare = worker("full", placed_tokens=90_000), worker("bare", booked_prefill_tokens=1500)
-    assert choose([full, bare]) == "bare"
-    assert choose([full, bare], reuse_ratio=0.3) == "bare"
-    assert choose([full, bare], reuse_ratio=0.1) == "full", (
-        "to place it well brings nothing: nobody will ask for it again"
-    )
-
-
 @pytest.mark.parametrize(
     ("booked_prefill_tokens", "expected"),
     [
