@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 VLLM_TORCH ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: bench-agreement bench-index bench-pick bench-proxy bench-tokenize chaos cover docs help demo test check lint types layers format test-slow test-vllm test-helm clean
+.PHONY: bench-agreement bench-index bench-pick bench-proxy bench-regimes bench-tokenize chaos cover docs help demo test check lint types layers format test-slow test-vllm test-helm clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -86,6 +86,9 @@ bench-tokenize: $(VENV)/.dev  ## what a chat costs before its keys are known, by
 
 bench-proxy: $(VENV)/.dev  ## what the proxy costs: CPU a request, added time to first byte
 	$(BIN)/python -m loadtest.bench.proxy
+
+bench-regimes: $(VENV)/.dev  ## every regime under every rule on three profiles: does the default lose anywhere? (about 40 minutes)
+	$(BIN)/python -m loadtest matrix --jobs 2 --dir reports/matrix --csv docs/regimes.csv
 
 bench-agreement: $(VENV)/.dev  ## emulated pods in real time behind the router against the simulation (about 6 minutes)
 	$(BIN)/python -m loadtest.bench.agreement
