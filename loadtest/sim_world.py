@@ -48,7 +48,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     scrape_interval_s: float = 1.0
     scrape_lag_s: float = 0.0
     exchange_interval_s: float | None = 0.1  # None: routers do not know of each other
-    settle_s: float = 1.0  # after first token the events have said it all
+    settle_s: float = 6.0  # after first token the events have said it all, late ones too
     predict: bool = True  # count blocks just routed as held
     rate_tokens_per_s: float = 20_000.0  # what the router believes of every pod at first
     learn_rates: bool = True  # False: and for ever

@@ -128,7 +128,7 @@ class RouteLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Lifetimes of what this router remembers of its own choices."""
 
     local_ttl_s: float = 30.0  # until first token, at most
-    confirm_grace_s: float = 1.0  # after first token the events have said it all
+    confirm_grace_s: float = 6.0  # after first token the events have said it all, late ones too (ADR 4)
     local_ttl_no_events_s: float = 600.0
     prefill_tokens_per_s: float = 20_000.0
     lora_load_s: float = 0.5
