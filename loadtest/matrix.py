@@ -18,8 +18,10 @@ import msgspec
 from loadtest import matrix_report as report
 from loadtest import sim_scenario as regimes
 from loadtest.matrix_report import Cell, Run
+from loadtest.sim_report import ORACLE_SUFFIX
+from loadtest.sim_scenario import TRACES_DIR
 from loadtest.sim_world import Outcome
-from loadtest.simulate import ORACLE_SUFFIX, run_one
+from loadtest.simulate import Result, run_one
 
 PLAN = Path(__file__).parent / "matrix.toml"
 
@@ -41,6 +43,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         wanted = rules or [*self.rules, *(rule + ORACLE_SUFFIX for rule in self.with_truth)]
         rows = itertools.product(range(1, seeds + 1), profiles or self.profiles, scenarios or self.regimes, wanted)
         return [Cell(profile, scenario, rule, seed) for seed, profile, scenario, rule in rows]
+
+    def make(self, cell: Cell, traces: Path = TRACES_DIR) -> tuple[Result, Outcome]:
+        """One run, shortened, on coarse blocks."""
+        scenario = regimes.load_regime(cell.scenario)
+        profile = regimes.profile_of(scenario, cell.profile)
+        blocks = profile.kv_cache_tokens // self.block_size_tokens
+        profile = msgspec.structs.replace(profile, block_size_tokens=self.block_size_tokens, num_blocks=blocks)
+        share = self.share.get(cell.profile, {}).get(cell.scenario, 1.0)
+        return run_one(scenario, profile, cell.rule, cell.seed, traces=traces, share=share)
 
 
 def load_plan() -> Plan:
@@ -64,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--judge", default="prefix", metavar="RULE", help="the rule that must not lose (default prefix)"
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
-    parser.add_argument("--traces", type=Path, default=regimes.TRACES_DIR, metavar="DIR", help="where traces lie")
+    parser.add_argument("--traces", type=Path, default=TRACES_DIR, metavar="DIR", help="where traces lie")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="every figure of every rule, regime and profile")
 
 
@@ -95,31 +106,27 @@ def run(args: argparse.Namespace) -> int:
 def _make(missing: Sequence[Cell], plan: Plan, args: argparse.Namespace) -> None:
     begun = time.monotonic()
     with ProcessPoolExecutor(args.jobs) as pool:
-        shares = [plan.share.get(c.profile, {}).get(c.scenario, 1.0) for c in missing]
         paths = [_path(args.dir, c) for c in missing]
-        same = (itertools.repeat(plan.block_size_tokens), itertools.repeat(args.traces))
-        for done, cell in enumerate(pool.map(_make_one, missing, shares, paths, *same), 1):
+        same = (itertools.repeat(plan), itertools.repeat(args.traces))
+        for done, cell in enumerate(pool.map(_make_one, missing, paths, *same), 1):
             if done % 100 == 0 or done == len(missing):
                 print(f"{done}/{len(missing)} after {time.monotonic() - begun:.0f} s: {cell}", flush=True)
 
 
-def _make_one(cell: Cell, share: float, path: Path, block_size_tokens: int, traces: Path) -> str:
-    scenario = regimes.load_regime(cell.scenario)
-    profile = regimes.profile_of(scenario, cell.profile)
-    blocks = profile.kv_cache_tokens // block_size_tokens
-    profile = msgspec.structs.replace(profile, block_size_tokens=block_size_tokens, num_blocks=blocks)
-    result, outcome = run_one(scenario, profile, cell.rule, cell.seed, traces=traces, share=share)
-    made = Run(cell=cell, cpu_s=result.cpu_s, row=result.rows[-1], ttft_s=_ttft(outcome))
+def _make_one(cell: Cell, path: Path, plan: Plan, traces: Path) -> str:
+    result, outcome = plan.make(cell, traces)
+    ttft_s = array("f", measured_ttft_s(outcome)).tobytes()
+    made = Run(cell=cell, cpu_s=result.cpu_s, row=result.rows[-1], ttft_s=ttft_s)
     part = path.with_suffix(".part")
     part.write_bytes(msgspec.msgpack.encode(made))
     part.rename(path)
     return str(path.stem)
 
 
-def _ttft(outcome: Outcome) -> bytes:
-    """Every measured request's TTFT in the order of sending, as float32; infinite for one that got no first token."""
+def measured_ttft_s(outcome: Outcome) -> list[float]:
+    """Every measured request's TTFT in the order of sending; infinite for one that got no first token."""
     samples = (s for stage in outcome.stages if stage.measured for s in stage.samples)
-    return array("f", (s.first_s - s.sent_s if s.first_s >= 0 else float("inf") for s in samples)).tobytes()
+    return [s.first_s - s.sent_s if s.first_s >= 0 else float("inf") for s in samples]
 
 
 def _path(folder: Path, cell: Cell) -> Path:

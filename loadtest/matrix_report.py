@@ -13,9 +13,8 @@ from statistics import geometric_mean, mean
 
 import msgspec
 
-from loadtest.sim_report import Row, percentile
+from loadtest.sim_report import ORACLE_SUFFIX, Row, percentile
 
-ORACLE_SUFFIX = "+oracle"
 ALLOWED_RATIO = 0.10  # of the best rule's percentile; or one decode step where that is more
 BLOCKS_PER_RUN = 20  # requests that follow each other share a queue: the bootstrap draws runs of them, not single ones
 RESAMPLES = 1000
@@ -83,6 +82,11 @@ def pooled_s(runs: Sequence[Run], p: float) -> float:
     return percentile([t for run in runs for t in _values(run)], p)
 
 
+def oracle_s(rules: Pooled, p: float) -> float:
+    """The best of the rules that were given the truth; nan when none was."""
+    return min((pooled_s(rs, p) for r, rs in rules.items() if r.endswith(ORACLE_SUFFIX)), default=math.nan)
+
+
 def judge(runs: Sequence[Run], judged: str) -> list[Verdict]:
     """The judged rule against the best of the rules without truth, per profile and regime, on p90 and p99."""
     out = []
@@ -91,7 +95,6 @@ def judge(runs: Sequence[Run], judged: str) -> list[Verdict]:
             continue
         for p in (0.90, 0.99):
             plain = {r: pooled_s(rs, p) for r, rs in rules.items() if not r.endswith(ORACLE_SUFFIX)}
-            truth = [pooled_s(rs, p) for r, rs in rules.items() if r.endswith(ORACLE_SUFFIX)]
             best = min((r for r in plain if r != judged), key=lambda r: plain[r], default=judged)
             low = high = 0.0
             if p >= 0.99 and best != judged:
@@ -105,7 +108,7 @@ def judge(runs: Sequence[Run], judged: str) -> list[Verdict]:
                     best_rule=best,
                     best_s=plain[best],
                     judged_s=plain[judged],
-                    oracle_s=min(truth, default=math.nan),
+                    oracle_s=oracle_s(rules, p),
                     allowed_s=max(ALLOWED_RATIO * plain[best], step_s),
                     low_s=low,
                     high_s=high,
@@ -178,8 +181,7 @@ def _ratio_table(title: str, table: Mapping[str, Pooled], names: Sequence[str], 
     for scenario, rules in table.items():
         values = {n: max(pooled_s(rules[n], p), FLOOR_S) for n in names}
         best = min(values.values())
-        truth = [pooled_s(rs, p) for r, rs in rules.items() if r.endswith(ORACLE_SUFFIX)]
-        values[ORACLE_SUFFIX] = max(min(truth, default=math.nan), FLOOR_S)
+        values[ORACLE_SUFFIX] = max(oracle_s(rules, p), FLOOR_S)
         for n, v in values.items():
             columns[n].append(v / best)
         cells = "".join(f"{values[n] / best:>{width}.2f}" for n in names)

@@ -12,6 +12,7 @@ import msgspec
 
 from loadtest.sim_world import Outcome, Sample, StageOutcome
 
+ORACLE_SUFFIX = "+oracle"  # a rule given true caches and true remaining work without lag
 PUBLISHED = Path(__file__).parent / "published.toml"
 
 

@@ -18,6 +18,7 @@ from loadtest import workload
 from loadtest.profile import Profile, load_profile
 from loadtest.sim_policies import FACTORIES
 from loadtest.sim_report import (
+    ORACLE_SUFFIX,
     Row,
     acceptance,
     acceptance_table,
@@ -32,7 +33,6 @@ from router.policy.pick import Costs
 
 _T = TypeVar("_T")
 PUBLISHED_SCRAPE_S = 0.05  # how often the published scheduler reads the pods' metrics
-ORACLE_SUFFIX = "+oracle"  # a rule given true caches and true remaining work without lag
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from router.policy.pick import (
     Decision,
     Policy,
     RoutingRequest,
+    ahead_s,
     fit,
     pick,
     refuse,
@@ -69,7 +70,7 @@ def greedy_ttft(candidates: Sequence[Candidate], request: RoutingRequest, costs:
         request,
         rng,
         "ttft",
-        lambda c: ((c.booked_prefill_tokens + uncached_tokens(c, request)) / c.prefill_tokens_per_s,),
+        lambda c: (ahead_s(c, request),),
     )
 
 
@@ -133,14 +134,11 @@ def sticky_until_saturated(
     able = fit(candidates, request)
     if not able:
         return refuse(candidates)
-
-    def ahead_s(c: Candidate) -> float:
-        return (c.booked_prefill_tokens + uncached_tokens(c, request)) / c.prefill_tokens_per_s
-
+    seconds = {c.worker: ahead_s(c, request) for c in able}
     sticky = [c for c in able if c.matched_tokens >= STICKY_CACHED_RATIO * request.prompt_tokens > 0]
-    if sticky and min(map(ahead_s, sticky)) <= min(map(ahead_s, able)) + STICKY_PATIENCE_S:
+    if sticky and min(seconds[c.worker] for c in sticky) <= min(seconds.values()) + STICKY_PATIENCE_S:
         able = sticky
-    return least_cost(able, request, rng, "sticky" if able is sticky else "ttft", lambda c: (ahead_s(c),))
+    return least_cost(able, request, rng, "sticky" if able is sticky else "ttft", lambda c: (seconds[c.worker],))
 
 
 def cache_aware(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs, rng: Random) -> Decision:

@@ -91,6 +91,11 @@ def uncached_tokens(candidate: Candidate, request: RoutingRequest) -> int:
     return max(request.prompt_tokens - candidate.matched_tokens, 1)
 
 
+def ahead_s(candidate: Candidate, request: RoutingRequest) -> float:
+    """Seconds of prefill there before the request's first token, its own part included."""
+    return (candidate.booked_prefill_tokens + uncached_tokens(candidate, request)) / candidate.prefill_tokens_per_s
+
+
 def fit(candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[Candidate]:
     """Those that may get this request. Per worker, never a fleet-wide gate."""
     return [
@@ -162,11 +167,7 @@ def _least_placed(
     prompt too; or hardly more company and nothing ahead, for on an idle fleet ratios of prices say little.
     """
     quiet = min(c.inflight_requests for _, c in priced) + costs.n0_requests
-    soonest_s = min(
-        (c.booked_prefill_tokens + uncached_tokens(c, request)) / c.prefill_tokens_per_s
-        for p, c in priced
-        if p == least
-    )
+    soonest_s = min(ahead_s(c, request) for p, c in priced if p == least)
     near = [
         (c.placed_tokens, p, c)
         for p, c in priced

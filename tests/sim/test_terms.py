@@ -3,26 +3,20 @@
 The home of a hot prefix has its test in test_spreading, the adapters' term in test_lora.
 """
 
-import msgspec
+import math
+
 import pytest
 
-from loadtest import matrix, sim_scenario
+from loadtest import matrix
+from loadtest.matrix_report import Cell
 from loadtest.sim_report import percentile
-from loadtest.simulate import run_one
 
 SEED = 2  # of the half that the weights were not searched on
 
 
-def ttft_s(rule: str, profile_name: str, regime_name: str, p: float) -> float:
-    plan = matrix.load_plan()
-    regime = sim_scenario.load_regime(regime_name)
-    profile = sim_scenario.profile_of(regime, profile_name)
-    blocks = profile.kv_cache_tokens // plan.block_size_tokens
-    profile = msgspec.structs.replace(profile, block_size_tokens=plan.block_size_tokens, num_blocks=blocks)
-    share = plan.share[profile_name].get(regime_name, 1.0)
-    _, outcome = run_one(regime, profile, rule, SEED, share=share)
-    samples = (s for stage in outcome.stages if stage.measured for s in stage.samples)
-    return percentile([s.first_s - s.sent_s for s in samples if s.first_s >= 0], p)
+def ttft_s(rule: str, profile: str, regime: str, p: float) -> float:
+    _, outcome = matrix.load_plan().make(Cell(profile, regime, rule, SEED))
+    return percentile([t for t in matrix.measured_ttft_s(outcome) if t < math.inf], p)
 
 
 @pytest.mark.slow

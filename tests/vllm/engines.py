@@ -94,6 +94,20 @@ async def _status(url: str) -> int:
 
 
 @contextlib.contextmanager
+def running(engines: list[Engine]) -> Iterator[list[Engine]]:
+    """All of them, started side by side, answering; killed at the end."""
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait()
+        yield engines
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+@contextlib.contextmanager
 def child(name: str, argv: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A warmroute process whose output goes to out/vllm/NAME.log; ended with SIGTERM, then SIGKILL."""
     LOGS.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.vllm.engines import DATA, Engine, Router, child, free_ports, router
+from tests.vllm.engines import DATA, Engine, Router, child, free_ports, router, running
 from tests.vllm.test_predicted_delivered import redis_server
 from tests.vllm.timeline import Timeline, chain
 
@@ -238,15 +238,8 @@ async def _up(http: aiohttp.ClientSession, engine: Engine) -> int:
 def engines() -> Iterator[list[Engine]]:
     extra = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules", f"ad1={DATA / 'lora1'}")
     found = [Engine(f"hostile-{n}", blocks=BLOCKS, extra=extra) for n in (1, 2)]
-    try:
-        for engine in found:
-            engine.start()
-        for engine in found:
-            engine.wait()
+    with running(found):
         yield found
-    finally:
-        for engine in found:
-            engine.kill()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from router.fleet.load import LoraLoad, parse_metrics
-from tests.vllm.engines import DATA, Engine, router
+from tests.vllm.engines import DATA, Engine, router, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 ADAPTERS = {"ad1": DATA / "lora1", "ad2": DATA / "lora2"}
@@ -70,11 +70,7 @@ async def spread(url: str, policy: str) -> dict[str, Counter[str]]:
 def test_each_adapter_has_its_engine() -> None:
     modules = [f"{name}={path}" for name, path in ADAPTERS.items()]
     engines = [Engine(f"lora{i}", blocks=600, extra=(*LORA, *modules)) for i in range(2)]
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait()
+    with running(engines):
         asyncio.run(what_the_metric_says(engines[0]))
         with router(engines, name="lora-router") as serving:
             asyncio.run(serving.ready(2, limit_s=200.0))
@@ -87,6 +83,3 @@ def test_each_adapter_has_its_engine() -> None:
         assert len(set(homes.values())) == 2
         assert at_home >= 0.9 * REQUESTS
         assert sum(max(pods.values()) for pods in by_load.values()) < 0.9 * REQUESTS, "chance would not do"
-    finally:
-        for engine in engines:
-            engine.kill()

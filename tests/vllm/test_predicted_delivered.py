@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.vllm.engines import ROOT, Engine, Router, child, counters, free_ports, router
+from tests.vllm.engines import ROOT, Engine, Router, child, counters, free_ports, router, running
 from tests.vllm.traffic import Chat, Request, token_prefixes, token_prompt, words
 
 pytestmark = pytest.mark.vllm
@@ -28,15 +28,8 @@ def engines() -> Iterator[list[Engine]]:
     """Two small engines, and a big one as the ideal."""
     found = [Engine("small-1", blocks=SMALL_BLOCKS), Engine("small-2", blocks=SMALL_BLOCKS)]
     found.append(Engine("big", blocks=BIG_BLOCKS))
-    try:
-        for engine in found:
-            engine.start()
-        for engine in found:
-            engine.wait()
+    with running(found):
         yield found
-    finally:
-        for engine in found:
-            engine.kill()
 
 
 async def post(
