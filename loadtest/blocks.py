@@ -6,6 +6,7 @@ several copies. May import: the standard library, msgspec.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -53,6 +54,10 @@ class BlockPool:
                 break
             found.append(copies if isinstance(copies, int) else next(iter(copies)))
         return found
+
+    def depth(self, hashes: Sequence[int], limit_blocks: int) -> int:
+        """How many blocks `match` would find, at a third of its cost."""
+        return len(list(takewhile(self.table.__contains__, islice(hashes, limit_blocks))))
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
         refs = self.refs

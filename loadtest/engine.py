@@ -224,16 +224,16 @@ class Engine:
             running_adapters=tuple(self._lora_running),
         )
 
-    def match(self, hashes: Sequence[int]) -> list[int]:
-        """The longest run of a chain that is in the cache now. For oracles: no real pod answers this."""
-        return self._pool.match(hashes, len(hashes))
+    def match_blocks(self, hashes: Sequence[int]) -> int:
+        """How many of a chain's blocks, from its start, are in the cache now. For oracles: no real pod answers this."""
+        return self._pool.depth(hashes, len(hashes))
 
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens still to be computed by all that are in flight. For oracles."""
         bs = self.profile.block_size_tokens
         total = self._partial.tokens - self._partial.computed if self._partial else 0
         for seq in [*self._waiting, *(a[2] for a in self._arriving)]:
-            total += seq.tokens - len(self._pool.match(self._chain(seq), (seq.tokens - 1) // bs)) * bs
+            total += seq.tokens - self._pool.depth(self._chain(seq), (seq.tokens - 1) // bs) * bs
         return total
 
     def step(self, now_s: float) -> StepResult | None:

@@ -282,7 +282,7 @@ class Simulation:
             if p.ready:
                 live |= 1 << i
         if setup.knowledge == "oracle":
-            found = {i: len(p.engine.match(usable)) for i, p in enumerate(self._pods) if p.ready}
+            found = {i: p.engine.match_blocks(usable) for i, p in enumerate(self._pods) if p.ready}
         else:
             found = view.matched_blocks(usable, live, self.now_s)
         deepest = max(found.values(), default=0)

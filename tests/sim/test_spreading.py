@@ -86,7 +86,7 @@ def test_copies_that_the_load_does_not_need_make_room(home_miss_ratio: float, ma
 
     def look(when: str) -> None:
         chain = block_hashes((PREFIX,), BLOCK)
-        copies[when] = sum(len(p.engine.match(chain)) == len(chain) for p in simulation._pods)
+        copies[when] = sum(p.engine.match_blocks(chain) == len(chain) for p in simulation._pods)
 
     simulation._at(29.0, look, "high")
     simulation._at(74.0, look, "low")
