@@ -19,6 +19,8 @@ from loadtest.workload import Workload
 
 REGIMES_DIR = Path(__file__).parent / "regimes"
 TRACES_DIR = Path("tests/data/traces")
+SEEDS_APART = 1009  # between the seeds of a run's first workloads
+GOLDEN_RATIO = 0.618  # of a trace, between where two seeds begin in it: any few of them lie well apart
 REFERENCE_PREFILL_TOKENS_PER_S = 20_480.0  # the profile that the regimes' rates are written for
 REFERENCE_KV_TOKENS = 307_328
 
@@ -115,7 +117,7 @@ def build(regime: Regime, profile: Profile, seed: int, traces_dir: Path = TRACES
         if maker is None:
             raise ValueError(f"unknown workload kind {kind!r}; known: {', '.join(KINDS)}")
         try:
-            parts.append(maker(seed * 1009 + i, traces_dir, spec))
+            parts.append(maker(seed * SEEDS_APART + i, traces_dir, spec))
         except TypeError as exc:
             raise ValueError(f"scenario {regime.name}: a workload does not fit kind {kind!r}: {exc}") from exc
     return parts[0] if len(parts) == 1 else workload.mixed(regime.name, parts)
@@ -148,9 +150,10 @@ def _read(traces_dir: Path, spec: dict[str, Any]) -> Iterator[Mapping[str, Any]]
             yield json.loads(line)
 
 
-def _timed(_: int, traces_dir: Path, spec: dict[str, Any]) -> Workload:
+def _timed(seed: int, traces_dir: Path, spec: dict[str, Any]) -> Workload:
     rows = list(_read(traces_dir, spec))
-    return workload.timed_trace(rows, **spec)
+    start_share = (seed // SEEDS_APART - 1) * GOLDEN_RATIO % 1.0  # seed 1 begins where the trace does
+    return workload.timed_trace(rows, start_share=start_share, **spec)
 
 
 def _agents(seed: int, traces_dir: Path, spec: dict[str, Any]) -> Workload:

@@ -280,16 +280,26 @@ def rag(
 
 
 def timed_trace(
-    rows: Iterable[Mapping[str, Any]], *, seconds: float = 1e9, speed: float = 1.0, offset_s: float = 0.0
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    seconds: float = 1e9,
+    speed: float = 1.0,
+    offset_s: float = 0.0,
+    start_share: float = 0.0,
 ) -> Workload:
     """Mooncake and Azure rows: {timestamp ms, input_length, output_length, hash_ids of 512-token prefix blocks}.
 
-    Without hash_ids (Azure) every prompt is its own.
+    Without hash_ids (Azure) every prompt is its own. `start_share`: begin after this share of the rows' time and go
+    on with what was left out, so that one trace gives several unlike samples.
     """
     fresh = itertools.count(1)
     sessions = []
+    whole_s = max((row["timestamp"] for row in rows), default=0) / 1000.0 + 1.0
     for row in rows:
-        t = (row["timestamp"] / 1000.0 - offset_s) / speed
+        t = row["timestamp"] / 1000.0 - offset_s
+        if start_share:
+            t = (t - start_share * whole_s) % whole_s
+        t /= speed
         if not 0 <= t < seconds:
             continue
         n = max(int(row["input_length"]), 1)

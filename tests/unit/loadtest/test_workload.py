@@ -112,6 +112,16 @@ def test_timed_traces_keep_lengths_and_sharing(name: str) -> None:
         assert mine / full == pytest.approx(hits / blocks, abs=0.03)
 
 
+def test_a_trace_begun_later_has_the_same_requests_in_another_order() -> None:
+    rows = read("mooncake_conversation")
+    whole = workload.timed_trace(rows).stages[0]
+    turned = workload.timed_trace(rows, start_share=0.618).stages[0]
+    assert turned.seconds == pytest.approx(whole.seconds, abs=5.0)
+    first = min((s for s in whole.sessions if s.start_s >= 0.618 * 598), key=lambda s: s.start_s)
+    assert turned.sessions[0].turns[0].prompt == first.turns[0].prompt
+    assert Counter(s.turns[0].prompt for s in turned.sessions) == Counter(s.turns[0].prompt for s in whole.sessions)
+
+
 def test_agent_and_message_traces_share_what_they_share() -> None:
     agents = workload.agent_trace(read("weka_claude_code"), concurrency=4)
     assert agents.stages[0].concurrency == 4
