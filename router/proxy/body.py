@@ -70,6 +70,10 @@ async def read_body(request: web.BaseRequest, limits: ProxyLimits, held: HeldBod
     """The whole body; None when the request has none (no length, no chunks). Raises HttpError."""
     if not request.body_exists:
         return b"" if request.headers.get("Content-Length") == "0" else None
+    if any(coding.strip().lower() != "chunked" for coding in request.headers.getall("Transfer-Encoding", ())):
+        raise HttpError(  # its coding would be lost on the way, and the pod would read gzip as JSON
+            400, "The only Transfer-Encoding that is read here is chunked.", code="malformed_http", close=True
+        )
     announced = request.content_length
     if announced is not None and announced > limits.request_max_bytes:
         raise _too_large(limits)

@@ -24,7 +24,15 @@ from router.policy.retry import Again, Attempts, FailureKind, RetryBudget, may_r
 from router.proxy.body import HeldBody
 from router.proxy.errors import HttpError, stream_error_event
 from router.proxy.front import RelayResponse
-from router.proxy.headers import RawHeaders, header_safe, is_event_stream, to_client, to_pod, value_of
+from router.proxy.headers import (
+    RawHeaders,
+    header_safe,
+    is_event_stream,
+    takes_events,
+    to_client,
+    to_pod,
+    value_of,
+)
 from router.proxy.limits import ProxyLimits
 from router.proxy.record import Record
 from router.proxy.sticky import ResponseHomes, find_response_id
@@ -41,6 +49,7 @@ KEPT_BODY_LIMIT_S = 5.0
 SHUTDOWN_WORDS = b"cannot schedule new futures after shutdown"
 WALK_MAX_WORKERS = 64  # asked in turn for a stored response whose home is not known
 SNIFF_BYTES = 8192  # of a reply's beginning, where a stored response's id stands
+EVENT_END_BYTES = 4  # the longest empty line after a line: CR LF CR LF
 CLIENT_GONE = 499
 
 
@@ -131,7 +140,8 @@ class Exchange:
         self._record = record
         self._response: RelayResponse | None = None
         self._event_stream = False
-        self._at_event_border = True
+        self._takes_events = False  # of ours, between the pod's
+        self._tail = b""  # the last bytes of the pod's events
         self._sniffed = b""
         self._attempts = Attempts()
         self._tried: set[WorkerAddress] = set()
@@ -296,8 +306,8 @@ class Exchange:
         sniffs = self._asked.endpoint == "/v1/responses" and reply.status == 200
         while chunk:
             record.bytes_out += len(chunk)
-            if self._event_stream:
-                self._at_event_border = chunk.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+            if self._takes_events:
+                self._tail = (self._tail + chunk[-EVENT_END_BYTES:])[-EVENT_END_BYTES:]
             if sniffs:
                 sniffs = self._sniff(chunk, choice)
             more = reply.read_nowait()
@@ -307,7 +317,7 @@ class Exchange:
             await response.write(chunk)
             watch.wait_for("idle", limits.idle_limit_s)
             chunk = more or await reply.read()
-        if reply.delimited_by_close and self._event_stream and not self._at_event_border:
+        if reply.delimited_by_close and self._takes_events and not self._at_event_border:
             if chunk:
                 await response.write(chunk)
             raise UpstreamFailed("reset", "an event stream without length ended inside an event")
@@ -318,7 +328,7 @@ class Exchange:
     async def _first_chunk(self, reply: Reply, response: RelayResponse) -> bytes:
         """The body's beginning. Comments keep load balancers from cutting a stream silent in its prefill (H05)."""
         interval_s = self._parts.limits.stream_comment_interval_s
-        while interval_s and self._event_stream:
+        while interval_s and self._takes_events:
             try:
                 async with asyncio.timeout(interval_s):
                     return await reply.read()
@@ -329,11 +339,13 @@ class Exchange:
     async def _begin(self, status: int, reason: str, headers: RawHeaders, choice: Choice) -> RelayResponse:
         """Send the head to the client: only now is the pod's status known (H04)."""
         self._event_stream = is_event_stream(headers)
+        self._takes_events = takes_events(headers)
         out = to_client(
             headers,
             request_id=self._asked.request_id,
             ours=decision_headers(choice) if self._parts.limits.decision_headers else (),
             event_stream=self._event_stream,
+            pod_url=choice.url,
         )
         if status in (429, 503) and value_of(headers, b"retry-after") is None:
             out.append((b"Retry-After", str(self._parts.limits.retry_after_s).encode()))
@@ -343,6 +355,11 @@ class Exchange:
         self._response = response = RelayResponse(status, reason, out)
         await response.prepare(self._request)
         return response
+
+    @property
+    def _at_event_border(self) -> bool:
+        """What has come of the pod's events ends with an empty line, wherever its pieces were cut."""
+        return not self._tail or self._tail.endswith((b"\n\n", b"\n\r\n", b"\r\r"))
 
     def _sniff(self, chunk: bytes, choice: Choice) -> bool:
         """Remember which pod holds a stored response; True while its id has not come yet."""
@@ -391,7 +408,7 @@ class Exchange:
         assert response is not None
         self._parts.metrics.broken_streams.labels(reason).inc()
         self._record.note = f"broken:{reason}"
-        if self._event_stream and self._at_event_border:
+        if self._takes_events and self._at_event_border:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await response.write(stream_error_event(self._asked.endpoint, f"The reply is incomplete: {why}."))

@@ -101,11 +101,17 @@ def to_pod(
 
 
 def to_client(
-    headers: RawHeaders, *, request_id: bytes, ours: Iterable[tuple[bytes, bytes]] = (), event_stream: bool
+    headers: RawHeaders,
+    *,
+    request_id: bytes,
+    ours: Iterable[tuple[bytes, bytes]] = (),
+    event_stream: bool,
+    pod_url: str = "",
 ) -> list[tuple[bytes, bytes]]:
     """A reply's headers as they go to the client.
 
     An event stream says to proxies on the way that it must not be buffered or cached, unless the pod said otherwise.
+    A redirect to `pod_url` itself loses scheme and host: clients cannot, or must not, reach the pod past the router.
     """
     dropped = NOT_TO_CLIENT | _connection_named(headers)
     passed = []
@@ -117,7 +123,7 @@ def to_client(
         buffering_said |= lower == b"x-accel-buffering"
         cache_said |= lower == b"cache-control"
         id_said |= lower == b"x-request-id"
-        passed.append((name, value))
+        passed.append((name, _here(value, pod_url) if lower == b"location" else value))
     if event_stream:
         if not buffering_said:
             passed.append((b"X-Accel-Buffering", b"no"))
@@ -129,10 +135,32 @@ def to_client(
     return passed
 
 
+def _here(location: bytes, pod_url: str) -> bytes:
+    """A pod's Location as a path when it names the pod by the address we know; vLLM sends one for `/v1/models/`."""
+    own = pod_url.partition("://")[2].encode()
+    scheme, _, rest = location.partition(b"://")
+    if not own or scheme.lower() not in (b"http", b"https") or not rest.startswith(own):
+        return location
+    path = rest.removeprefix(own)
+    if path[:1] == b"/":
+        return path
+    return b"/" + path if path[:1] in (b"", b"?") else location
+
+
 def is_event_stream(headers: RawHeaders) -> bool:
     """The reply is server-sent events."""
     kind = value_of(headers, b"content-type")
     return kind is not None and kind.split(b";", 1)[0].strip().lower() == b"text/event-stream"
+
+
+def takes_events(headers: RawHeaders) -> bool:
+    """Events of ours may stand between the pod's: not in a compressed stream, nor in one whose length was told.
+
+    They would fill up the length, and a reply that was cut would look whole.
+    """
+    coding = value_of(headers, b"content-encoding")
+    coded = coding is not None and coding.lower() not in (b"", b"identity")
+    return is_event_stream(headers) and not coded and value_of(headers, b"content-length") is None
 
 
 def header_safe(text: str) -> bytes:

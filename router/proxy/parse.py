@@ -21,6 +21,7 @@ from router.route import RouteRequest
 NEEDS_MODEL = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"})
 """Routes whose body must be a JSON object that names a model. Elsewhere a body without one goes by load."""
 FORM_PARTS_MAX = 256
+FORM_TAIL_BYTES = 65536  # of a long form, looked through for fields that come after the file
 MODEL_NAME_MAX_BYTES = 4096
 
 
@@ -72,9 +73,11 @@ def parse(
     needs_model = endpoint in NEEDS_MODEL
     kind = (value_of(headers, b"content-type") or b"").lower()
     if kind.startswith(b"multipart/"):
-        return Parsed(
-            model=form_model(kind_raw=value_of(headers, b"content-type") or b"", body=body[:form_search_max_bytes])
-        )
+        kind_raw = value_of(headers, b"content-type") or b""
+        model = form_model(kind_raw=kind_raw, body=body[:form_search_max_bytes])
+        if model is None and len(body) > form_search_max_bytes:  # `curl -F file=@long.wav -F model=m`: it comes last
+            model = form_model(kind_raw=kind_raw, body=body[-FORM_TAIL_BYTES:])
+        return Parsed(model=model)
     text = inflate(value_of(headers, b"content-encoding"), body, max_bytes=inflate_max_bytes)
     if text is None:
         return UNREAD  # a coding that we do not read, or a bomb: the pod may know better
@@ -147,7 +150,7 @@ def inflate(coding: bytes | None, body: bytes, *, max_bytes: int) -> bytes | Non
             text = engine.decompress(body, max_bytes)
         except zlib.error:
             continue
-        return text if engine.eof else None
+        return text if engine.eof and not engine.unused_data else None  # a second member is a part of the text too
     return None
 
 

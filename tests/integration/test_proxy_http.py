@@ -253,6 +253,17 @@ async def test_redirects_and_cookies_are_the_clients_business() -> None:
         assert [r.header("cookie") for r in w.pod.requests] == [None, None]
 
 
+async def test_a_pods_redirect_to_itself_leads_back_here() -> None:
+    """vLLM answers `/v1/completions/` with a 307 to http://POD/v1/completions, which no client should follow."""
+
+    async def script(served: Served) -> None:
+        await served.reply(307, b"", ("Location", f"http://{served.received.header('host')}/v1/completions?a=1"))
+
+    async with world(script) as w:
+        _, headers, _ = await one(w, post(b"/v1/completions/", b'{"model":"m"}'))
+        assert headers[b"location"] == b"/v1/completions?a=1"
+
+
 # -- framings ------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +328,15 @@ async def test_http10_pods() -> None:
         status, headers, body = await one(w, post(CHAT, b'{"model":"m"}'))
         assert (status, body) == (200, b"until the end")
         assert headers[b"transfer-encoding"] == b"chunked"
+
+
+async def test_a_transfer_coding_that_would_be_lost_is_refused() -> None:
+    async with world() as w:
+        data = chunked(b"/v1/newthing", [gzip.compress(b"{}")]).replace(
+            b"Encoding: chunked", b"Encoding: gzip, chunked"
+        )
+        assert (await error_of(w, data))[0] == 400
+        assert w.bodies() == 0
 
 
 async def test_expect_100_continue_is_answered_before_the_body() -> None:
@@ -443,6 +463,13 @@ async def test_h77_no_model_field_goes_by_load_and_a_wrong_one_is_404() -> None:
         wrong = form(b"b", (MODEL[0], b"nobody"))
         assert (await error_of(w, post(b"/v1/audio/transcriptions", wrong, kind)))[0] == 404
         assert w.bodies() == 1
+
+
+async def test_h77_a_model_field_after_a_file_longer_than_is_searched_is_found() -> None:
+    kind = b"Content-Type: multipart/form-data; boundary=b"
+    async with world(multipart_search_max_bytes=10_000) as w:
+        assert (await one(w, post(b"/v1/audio/transcriptions", form(b"b", WAV, MODEL), kind)))[0] == 200
+        assert w.conductor.asked[0].model == "m"
 
 
 # -- idle connections ----------------------------------------------------------------------------------------

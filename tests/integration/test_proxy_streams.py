@@ -186,6 +186,40 @@ async def test_h03_an_event_stream_without_length_that_ends_inside_an_event_is_b
         assert not got.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize("extra", [b"Content-Length: 24", b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked"])
+async def test_h03_nothing_is_put_into_a_stream_of_known_length_or_a_compressed_one(extra: bytes) -> None:
+    """An error event would fill up the length, so that a cut reply looks whole, or be no gzip."""
+
+    async def script(served: Served) -> None:
+        event = b"10\r\n%b\r\n" if b"chunked" in extra else b"%b"
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n%b\r\n\r\n" % extra
+        await served.write(head)
+        await asyncio.sleep(0.05)
+        await served.write(event % b'data: {"n": 1}\n\n')
+        await asyncio.sleep(0.05)
+        served.reset()
+
+    async with world(script, stream_comment_interval_s=0.01) as w:
+        got = await w.raw(request_head())
+        body = got.partition(b"\r\n\r\n")[2]
+        assert body == (b'10\r\ndata: {"n": 1}\n\n\r\n' if b"chunked" in extra else b'data: {"n": 1}\n\n')
+        assert w.metrics.value("warmroute_broken_streams_total", reason="reset") == 1
+
+
+@pytest.mark.parametrize("pieces", [[b"data: 1\n", b"\n"], [b"data: 1\r\n\r", b"\n"], [b"data: 1\r\n", b"\r\n"]])
+async def test_h03_where_an_event_ends_does_not_depend_on_the_cuts(pieces: list[bytes]) -> None:
+    async def script(served: Served) -> None:
+        await served.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        for piece in pieces:
+            await served.write(piece)
+            await asyncio.sleep(0.05)
+        served.close()
+
+    async with world(script) as w:
+        got = await w.raw(request_head().replace(b"Host: r", b"Host: r\r\nConnection: close"))
+        assert got.endswith(b"0\r\n\r\n")
+
+
 async def test_h04_the_pods_400_to_a_stream_request_is_a_400() -> None:
     async def script(served: Served) -> None:
         await served.reply(400, {"error": {"message": "too hot", "type": "BadRequestError", "code": 400}})

@@ -73,6 +73,7 @@ def test_inflating_gives_the_text_or_nothing(text: bytes) -> None:
     assert inflate(b"gzip", packed, max_bytes=2000) == text
     assert inflate(b"gzip", packed[:-4], max_bytes=2000) is None
     assert inflate(b"GZIP", packed, max_bytes=2000) == text
+    assert inflate(b"gzip", packed + packed, max_bytes=2000) is None
     assert inflate(None, packed, max_bytes=1) == packed
     assert inflate(b"zstd", packed, max_bytes=2000) is None
     if text:
@@ -157,6 +158,24 @@ def test_a_pod_cannot_speak_in_our_name() -> None:
         [(b"X-Warmroute-Pod", b"me")], request_id=b"i", ours=[(b"x-warmroute-pod", b"p")], event_stream=False
     )
     assert got == [(b"X-Request-Id", b"i"), (b"x-warmroute-pod", b"p")]
+
+
+@pytest.mark.parametrize(
+    ("location", "passed"),
+    [
+        (b"http://10.0.0.1:8000/base/v1/models?x=1", b"/v1/models?x=1"),
+        (b"HTTPS://10.0.0.1:8000/base", b"/"),
+        (b"http://10.0.0.1:8000/base?x", b"/?x"),
+        (b"http://10.0.0.1:8000/basement", b"http://10.0.0.1:8000/basement"),
+        (b"http://10.0.0.1:80001/base/", b"http://10.0.0.1:80001/base/"),
+        (b"http://elsewhere/base/", b"http://elsewhere/base/"),
+        (b"ftp://10.0.0.1:8000/base/", b"ftp://10.0.0.1:8000/base/"),
+        (b"/v1/models", b"/v1/models"),
+    ],
+)
+def test_where_a_pods_redirect_leads(location: bytes, passed: bytes) -> None:
+    got = to_client([(b"Location", location)], request_id=b"i", event_stream=False, pod_url="http://10.0.0.1:8000/base")
+    assert got[0] == (b"Location", passed)
 
 
 def test_small_things() -> None:
