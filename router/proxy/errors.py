@@ -34,14 +34,16 @@ class HttpError(Exception):
         self.retry_after_s = retry_after_s
         self.close = close  # the connection cannot be used further: the request's body was not read
 
-    def response(self) -> web.Response:
-        """The reply to send."""
+    def response(self, endpoint: str = "") -> web.Response:
+        """The reply to send, in the endpoint's own form."""
         headers: dict[str, str] = {"Content-Type": "application/json"}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         body = error_object(self.status, self.message, code=self.code, param=self.param)
+        if endpoint.startswith("/v1/messages"):  # Anthropic's clients look for `type` beside `error`
+            body = b'{"type":"error",' + body[1:]
         response = web.Response(status=self.status, body=body, headers=headers)
         if self.close:
             response.force_close()

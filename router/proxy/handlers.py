@@ -101,7 +101,9 @@ class Proxy:
             response = await self._answer(request, target, path, given_id, record)
             record.status = record.status or response.status
         except HttpError as exc:
-            response = exc.response()
+            response = exc.response(path)
+            if "Origin" in request.headers:  # a page's script is to see the error, not a CORS failure
+                response.headers["Access-Control-Allow-Origin"] = "*"
             record.status, record.note = exc.status, record.note or exc.code or ""
             response.headers["X-Request-Id"] = record.request_id
         except ConnectionError:
@@ -129,7 +131,7 @@ class Proxy:
         self, request: web.BaseRequest, target: str, path: str, given_id: bytes, record: Record
     ) -> web.StreamResponse:
         headers = request.raw_headers
-        if path not in OPEN_PATHS and not self._keys.admits(headers):
+        if path not in OPEN_PATHS and not self._keys.admits(headers) and not is_preflight(request):
             raise HttpError(401, "A valid API key is needed: Authorization: Bearer KEY.", close=request.body_exists)
         if self._debug or not path.startswith("/debug/"):
             page = await self._pages(request, path)
@@ -137,7 +139,7 @@ class Proxy:
                 return page
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method in ("GET", "HEAD"):
-                return self._models(path)
+                return self._models(path.rstrip("/"), for_page="Origin" in request.headers)
         elif path.startswith("/debug/"):
             raise HttpError(404, "Debug pages are on the admin port (or here with --admin-on-main).", close=True)
         if path in CONTROL_ROUTES and not self._parts.limits.forward_control_routes:
@@ -264,8 +266,8 @@ class Proxy:
             503, "No pod has reported its models yet; try again.", retry_after_s=self._parts.limits.retry_after_s
         )
 
-    def _models(self, path: str) -> web.StreamResponse:
-        """GET /v1/models, the union, and /v1/models/{id} (H76)."""
+    def _models(self, path: str, *, for_page: bool) -> web.StreamResponse:
+        """GET /v1/models, the union, and /v1/models/{id} (H76). `for_page`: any page in a browser may ask."""
         fleet = self._parts.fleet
         if not fleet.heard_models():
             raise self._no_models_yet()
@@ -279,7 +281,14 @@ class Proxy:
                 raise HttpError(
                     404, f"The model `{name[:200]}` is not served here.", code="model_not_found", param="model"
                 )
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+        shared = {"Access-Control-Allow-Origin": "*"} if for_page else None
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=shared)
+
+
+def is_preflight(request: web.BaseRequest) -> bool:
+    """A browser asks whether a page may send a request. It never sends a key with this; vLLM asks for none either."""
+    asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+    return asks and not request.body_exists
 
 
 def origin_form(target: str) -> str:

@@ -135,6 +135,11 @@ async def test_models_with_a_slash_are_found_raw_and_encoded() -> None:
         assert head.endswith(b"\r\n\r\n")
 
 
+async def test_a_slash_after_models_is_no_name() -> None:
+    async with world() as w:
+        assert json.loads(await (await w.session.get(f"{w.url}/v1/models/")).read())["object"] == "list"
+
+
 async def test_a_model_that_is_not_known_is_asked_for_before_it_is_a_404() -> None:
     async with world() as w:
         w.fleet.loaded_since = ["adapter"]
@@ -249,6 +254,32 @@ async def test_h15_which_authorization_reaches_the_pods(keys: list[str], limits:
         assert reply.status == 200
         assert w.pod.requests[0].all("authorization") == ([] if expected is None else [expected])
         assert w.pod.requests[0].header("x-api-key") == ("alpha" if expected == "Bearer alpha" else None)
+
+
+async def test_a_page_in_a_browser_gets_its_preflight_its_models_and_its_errors() -> None:
+    """As from vLLM, whose preflight needs no key and whose replies any page may read."""
+    page = {"Origin": "http://page.example"}
+    asks = {**page, "Access-Control-Request-Method": "POST"}
+    async with world(keys=["alpha"]) as w:
+        chat = f"{w.url}/v1/chat/completions"
+        assert (await w.session.options(chat, headers=asks)).status == 200
+        assert [r.method for r in w.pod.requests] == ["OPTIONS"]
+        assert (await w.session.options(chat, headers=page)).status == 401
+        assert (await w.session.options(chat, headers=asks, data=b"x")).status == 401
+        refused = await w.session.post(chat, headers=page)
+        assert (refused.status, refused.headers["Access-Control-Allow-Origin"]) == (401, "*")
+        key = {"Authorization": "Bearer alpha"}
+        models = await w.session.get(f"{w.url}/v1/models", headers={**page, **key})
+        assert models.headers["Access-Control-Allow-Origin"] == "*"
+        plain = await w.session.get(f"{w.url}/v1/models", headers=key)
+        assert "Access-Control-Allow-Origin" not in plain.headers
+
+
+async def test_anthropics_endpoint_gets_errors_in_its_own_form() -> None:
+    async with world() as w:
+        reply = await w.session.post(f"{w.url}/v1/messages", json={"model": "nobody"})
+        body = json.loads(await reply.read())
+        assert (reply.status, body["type"], body["error"]["type"]) == (404, "error", "not_found_error")
 
 
 async def test_the_policy_header_counts_only_when_it_is_allowed() -> None:
