@@ -324,10 +324,10 @@ class Consumer:
                 await self._write_pending()
                 await self._write_size()
             except IndexUnavailable as exc:
-                self.last_error = f"index: {exc.reason}"
+                self.last_error = f"index: {exc}"
                 self._observer.count("writes_failed")
                 if not failing:
-                    fields = {"worker": str(self.address), "error": exc.reason}
+                    fields = {"worker": str(self.address), "error": str(exc)}
                     log.warning(
                         "the shared index cannot be written; events are kept until it can", extra={"fields": fields}
                     )

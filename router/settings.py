@@ -13,6 +13,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -62,6 +63,20 @@ class _Base(BaseSettings):
         if isinstance(value, str) and typing.get_origin(field.annotation) is list:
             return value.split()
         return value
+
+
+SECRETS = frozenset({"redis_url", "key_seed", "pod_api_key", "api_key"})
+"""Never shown, not even when they are wrong: what is said of them ends in a log."""
+
+
+def _plain_url(url: str) -> bool:
+    """The parts of a URL are where they seem to be: a password's own / ? or # would end its host part too early."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    return not parts.fragment and "@" not in parts.path + parts.query
 
 
 class CommonSettings(_Base):
@@ -121,6 +136,8 @@ class CommonSettings(_Base):
     def _redis_scheme(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("must begin with redis://, rediss:// or unix://")
+        if value is not None and not _plain_url(value):
+            raise ValueError("its user, password or host cannot be told apart; percent-encode / ? # @ [ in a password")
         return value
 
 
@@ -363,7 +380,8 @@ def read(model: type[_Settings], flags: dict[str, Any]) -> _Settings:
                 lines.append(f"{name} in the settings file is no setting of this command; see docs/configuration.md")
                 continue
             says = error["msg"].removeprefix("Value error, ")
-            lines.append(f"{flag} (or WARMROUTE_{name.upper()}): {says}, got {_short(error.get('input'))}")
+            got = "" if name in SECRETS else f", got {_short(error.get('input'))}"
+            lines.append(f"{flag} (or WARMROUTE_{name.upper()}): {says}{got}")
         raise SettingsError("\n".join(lines)) from exc
     except (OSError, ValueError, yaml.YAMLError) as exc:
         raise SettingsError(f"the settings file cannot be read as YAML with one NAME: VALUE a line: {exc}") from exc

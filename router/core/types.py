@@ -60,10 +60,15 @@ IndexOp = Add | Remove | Clear
 
 
 class IndexUnavailable(Exception):
-    """The index could not answer within its deadline. `reason` is a metric label, so it comes from a closed set."""
+    """The index could not answer within its deadline. `reason` is a metric label, so it comes from a closed set.
 
-    def __init__(self, reason: Literal["deadline", "breaker_open", "connection", "busy", "reply"]) -> None:
-        super().__init__(reason)
+    `words` are the store's own, for the operator: NOAUTH, NOPERM, MOVED and OOM each have another cure.
+    """
+
+    def __init__(
+        self, reason: Literal["deadline", "breaker_open", "connection", "busy", "reply"], words: str = ""
+    ) -> None:
+        super().__init__(f"{reason} ({words})" if words else reason)
         self.reason = reason
 
 

@@ -51,6 +51,14 @@ def fleet_specs(settings: CommonSettings) -> list[PodSpec]:
 
 def build_fleet(settings: CommonSettings) -> Fleet:
     """A fleet that is not started yet."""
+    longest_s = settings.scrape_interval_s + settings.scrape_timeout_s
+    if settings.scrape_stale_after_s < longest_s:  # H66
+        log.warning(
+            "--scrape-stale-after-s %g is below --scrape-interval-s + --scrape-timeout-s (%g): the load of a pod that "
+            "answers slowly will be unknown again and again; raise it, or lower those",
+            settings.scrape_stale_after_s,
+            longest_s,
+        )
     return Fleet(
         times=FleetTimes(
             scrape_interval_s=settings.scrape_interval_s,

@@ -5,7 +5,7 @@ we stood still counts. Commands are packed by hiredis (four times faster than re
 can never be taken for the next one: the connection of a call that was given up is used again only after its reply has
 been read and dropped, that of a call that failed never. (Closing both made a late lookup cost the next one a new
 connection, five more round trips to the server that was slow.)
-May import: redis, hiredis, router.core.
+May import: redis, hiredis, router.core, router.settings (its error).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -25,25 +26,19 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from router.core.types import IndexUnavailable
+from router.settings import SettingsError
 
 Command = tuple[bytes | str | int, ...]
 _DRAIN_S = 1.0  # how long a reply that nobody waits for any longer is waited for
+_NOTICE_DEAD_HOSTS = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _TURNS = 3  # of the loop: sockets are looked at, whoever waits for them is told, it reads
 
 
 class Link:
-    """At most `max_connections` to one Redis."""
+    """At most `max_connections` to one Redis. Raises SettingsError for a URL that cannot be used."""
 
     def __init__(self, url: str, *, max_connections: int, connect_s: float = 2.0) -> None:
-        self._pool = ConnectionPool.from_url(
-            url,
-            protocol=2,
-            decode_responses=False,
-            socket_timeout=None,
-            socket_connect_timeout=connect_s,
-            retry=Retry(NoBackoff(), 0),
-            client_name="warmroute",
-        )
+        self._pool = _pool(url, connect_s)
         self._room = asyncio.Semaphore(max_connections)
         self._idle: list[AbstractConnection] = []
         self._open: set[AbstractConnection] = set()
@@ -85,10 +80,10 @@ class Link:
                 raise
             except (RedisConnectionError, OSError) as exc:
                 if not reused:
-                    raise IndexUnavailable("connection") from exc
+                    raise IndexUnavailable("connection", _words(exc)) from exc
                 # closed while idle: once more on another; everything here may be told twice
             except (ResponseError, RedisError) as exc:  # READONLY, LOADING, OOM, MOVED, NOAUTH, a broken reply, ...
-                raise IndexUnavailable("reply") from exc
+                raise IndexUnavailable("reply", _words(exc)) from exc
             finally:
                 if well:
                     self._idle.append(conn)
@@ -156,6 +151,35 @@ class Link:
     async def _close(self, conn: AbstractConnection) -> None:
         self._open.discard(conn)
         await conn.disconnect(nowait=True)
+
+
+def _pool(url: str, connect_s: float) -> ConnectionPool:
+    """What the URL says after its `?` counts, but for what this file relies on."""
+    ours: dict[str, Any] = {
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "client_name": "warmroute",
+    }
+    if not url.startswith("unix://"):  # a subscription only listens: a host that has died would never be noticed
+        known = {getattr(socket, name): n for name, n in _NOTICE_DEAD_HOSTS.items() if hasattr(socket, name)}
+        ours |= {"socket_keepalive": True, "socket_keepalive_options": known}
+    try:
+        pool = ConnectionPool.from_url(url, socket_connect_timeout=connect_s)
+        pool.connection_kwargs.update(ours)
+        pool.make_connection()  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, RedisError):  # whose texts may quote the password
+        raise SettingsError(
+            "--redis-url cannot be used: is each option after its `?` one of redis-py's, and is the password "
+            "percent-encoded (/ is %2F, # is %23, ? is %3F, @ is %40)?"
+        ) from None
+    return pool
+
+
+def _words(exc: Exception) -> str:
+    """What Redis or the system says, without the arguments of a command that it does not know."""
+    return f"{type(exc).__name__}: {exc}".partition(", with args")[0][:200]
 
 
 @contextlib.asynccontextmanager

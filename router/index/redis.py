@@ -99,7 +99,7 @@ class RedisIndexReader:
         try:
             answer = await self._holders(keys, started_s + self._deadline_s)
         except IndexUnavailable as exc:
-            self._last_error = f"lookup: {exc.reason}"
+            self._last_error = f"lookup: {exc}"
             if exc.reason != "busy":
                 self._breaker.failed(began_s=started_s)
             raise
@@ -257,7 +257,7 @@ class RedisIndexReader:
             try:
                 await self._refresh(1.0)
             except IndexUnavailable as exc:
-                self._last_error = f"registry: {exc.reason}"
+                self._last_error = f"registry: {exc}"
                 self._breaker.failed()
             else:
                 if self._clock() - started_s <= self._deadline_s:

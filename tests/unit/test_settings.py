@@ -8,7 +8,7 @@ import pytest
 
 from router.app import proxy_limits
 from router.cli import main
-from router.fleet.build import fleet_specs
+from router.fleet.build import build_fleet, fleet_specs
 from router.process import cannot_listen
 from router.settings import IndexSettings, ServeSettings, SettingsError, pairs, read
 
@@ -52,6 +52,23 @@ def test_a_wrong_flag_is_refused_with_the_right_one(
 ) -> None:
     assert main(args) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:s3/cret@h:1", "redis://:s3#cret@h", "redis://u:6379?s3cret@h", "s3cret@h:6379"]
+)
+def test_a_secret_that_cannot_be_used_is_not_shown(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--redis-url", url]) == 2
+    told = capsys.readouterr().err
+    assert "--redis-url" in told
+    assert "s3" not in told
+
+
+def test_h66_times_that_do_not_fit_each_other_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    build_fleet(read(ServeSettings, {}))
+    assert not caplog.records
+    build_fleet(read(ServeSettings, {"scrape_interval_s": "15"}))
+    assert "--scrape-stale-after-s 10 is below" in caplog.text
 
 
 def test_no_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
