@@ -5,9 +5,9 @@ May import everything below it, and indexer (one process can be both).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,6 +38,7 @@ from router.proxy.limits import ProxyLimits
 from router.proxy.pool import Pool
 from router.route import Conductor, RouteLimits
 from router.settings import ServeSettings, SettingsError, pairs
+from router.tls import renewed, server_tls
 from router.tokenize.model import ModelOptions
 from router.tokenize.service import TokenLimits, TokenService
 from router.waiting import Waiting
@@ -234,20 +235,6 @@ def proxy_limits(settings: ServeSettings) -> ProxyLimits:
     return ProxyLimits(**{name: getattr(settings, name) for name in ProxyLimits.__struct_fields__})
 
 
-def server_tls(settings: ServeSettings) -> ssl.SSLContext | None:
-    """The client port's TLS. Raises SettingsError with the cure."""
-    if settings.tls_cert is None and settings.tls_key is None:
-        return None
-    if settings.tls_cert is None or settings.tls_key is None:
-        raise SettingsError("--tls-cert and --tls-key are given together or not at all")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except (OSError, ssl.SSLError) as exc:
-        raise SettingsError(f"--tls-cert {settings.tls_cert} with --tls-key {settings.tls_key}: {exc}") from exc
-    return context
-
-
 async def _serve(settings: ServeSettings) -> None:
     parts = Parts(settings)
     limits, lifecycle, keys = proxy_limits(settings), Lifecycle(), ApiKeys(settings.api_key)
@@ -272,10 +259,12 @@ async def _serve(settings: ServeSettings) -> None:
         parts.waiting = app.parts.waiting
         await stack.enter_async_context(parts.running())
         await open_admin(pages, settings, keys, stack)
+        certificate = server_tls(settings)
+        if certificate is not None:
+            task = asyncio.create_task(renewed(certificate, settings), name="certificate")
+            stack.callback(task.cancel)
         try:
-            listener = await front.listen(
-                app.front, host=settings.host, port=settings.port, ssl_context=server_tls(settings)
-            )
+            listener = await front.listen(app.front, host=settings.host, port=settings.port, ssl_context=certificate)
         except OSError as exc:
             raise cannot_listen("client", settings.host, settings.port, exc) from exc
         log.info("listening", extra={"fields": {"what": "client", "host": settings.host, "port": listener.port}})

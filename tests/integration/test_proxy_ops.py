@@ -12,7 +12,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -20,8 +20,10 @@ import pytest
 
 from router.ops import JsonLines, TextLines, setup_logging
 from router.proxy.drain import drain
+from router.settings import ServeSettings, read
+from router.tls import renewed, server_tls
 from tests.fakes.fake_pod import FakePod, Served, echo, hello_stream
-from tests.fakes.proxy_world import World, eventually, free_port, world
+from tests.fakes.proxy_world import World, eventually, eventually_async, free_port, world
 
 SECRETS = ["sk-TOPSECRET", "COOKIESECRET", "PROMPTSECRET", "SALTSECRET", "QUERYSECRET", "REPLYSECRET", "PATHSECRET"]
 
@@ -222,9 +224,12 @@ async def test_connections_in_all_are_bounded() -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for 127.0.0.1, and its key."""
+    return self_signed(tmp_path_factory.mktemp("tls"))
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")
-    folder = tmp_path_factory.mktemp("tls")
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
@@ -246,6 +251,32 @@ async def test_tls_on_both_sides(certificate: tuple[Path, Path]) -> None:
             assert (await reply.read()).endswith(b"[DONE]\n\n")
         assert w.pod.requests[0].header("x-forwarded-proto") == "https"
         assert w.pod.connections == 1
+
+
+async def test_a_certificate_that_is_renewed_is_served_without_a_restart(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cert, key = self_signed(tmp_path)
+    settings = read(ServeSettings, {"tls_cert": str(cert), "tls_key": str(key)})
+    context = server_tls(settings)
+    assert context is not None
+    served = lambda port: ssl.get_server_certificate(("127.0.0.1", port), timeout=5)  # noqa: E731
+    task = asyncio.create_task(renewed(context, settings, look_s=0.02))
+    async with world(front_ssl=context) as w:
+        first = await asyncio.to_thread(served, w.port)
+        shutil.copy(certificate[0], cert)  # the key is another's until it is written too
+        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(served, w.port) == first
+        shutil.copy(certificate[1], key)
+        await eventually_async(lambda: _is(asyncio.to_thread(served, w.port), certificate[0].read_text()))
+        cert.unlink()
+        await asyncio.sleep(0.1)
+        assert not task.done()
+    task.cancel()
+
+
+async def _is(found: Awaitable[str], wanted: str) -> bool:
+    return await found == wanted
 
 
 async def test_a_pod_with_a_certificate_nobody_signed_gets_nothing(certificate: tuple[Path, Path]) -> None:
