@@ -5,6 +5,7 @@ May import: the standard library, aiohttp, msgspec, loadtest.workload, loadtest.
 """
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import re
@@ -200,6 +201,11 @@ class Crowd:
         return stream.verdict()
 
 
+def _data(event: bytes) -> bytes:
+    """What an event carries; gateways put `event:` and `id:` lines and comments beside it."""
+    return b"".join(line[5:] for line in event.split(b"\n") if line.startswith(b"data:"))
+
+
 class Stream:
     """What one streamed answer says about itself as its bytes come in. No socket."""
 
@@ -233,7 +239,7 @@ class Stream:
         for event in events:
             if _TEXT.search(event):
                 self._text_event(event, now_s)
-            if event.startswith(b"data: [DONE]"):
+            if event.endswith(b"[DONE]"):  # whatever stands before it; JSON ends with a brace
                 self._done = True
             elif b'"usage"' in event and _FIELD.search(event):
                 self._read_usage(event)
@@ -253,7 +259,7 @@ class Stream:
 
     def _read_usage(self, event: bytes) -> None:
         try:
-            usage = _decode(event.removeprefix(b"data:"))["usage"]
+            usage = _decode(_data(event))["usage"]
         except (msgspec.DecodeError, KeyError, TypeError):
             return
         if isinstance(usage, dict):
@@ -269,7 +275,10 @@ class Stream:
 
     def text(self) -> str:
         """The whole answer, of a stream that kept its events."""
-        choices = [c for e in self._kept or () for c in _decode(e.removeprefix(b"data:")).get("choices", ())]
+        choices = []
+        for event in self._kept or ():
+            with contextlib.suppress(msgspec.DecodeError, AttributeError):  # a gateway's own way with events
+                choices += _decode(_data(event)).get("choices", ())
         return "".join(c.get("text") or (c.get("delta") or {}).get("content") or "" for c in choices)
 
     def sample(self, begin_s: float, due_s: float, ended_s: float, failure: str | None, group: str) -> Sample:

@@ -55,6 +55,14 @@ def test_a_stream_cut_anywhere_is_measured_alike(seed: int, crlf: bool) -> None:
     assert s.ttft_s == 1.0 + sum(c < whole for c in cuts), "the first event with text, when it was complete"
 
 
+def test_a_gateways_way_of_writing_events_is_understood() -> None:
+    raw = CHAT.replace(b"data: ", b": hi\nevent: message\nid: 7\ndata:") + b": bye\n\n"
+    stream = Stream(0.0, Gaps(), keep_events=True)
+    stream.feed(raw + b'{"choices": "text"}\n\n', 1.0)
+    assert (stream.verdict(), stream.text()) == (None, 'Hello "you two\nlines')
+    assert stream.sample(0.0, 0.0, 1.0, None, "g").cached_tokens == 16
+
+
 @pytest.mark.parametrize(
     ("body", "verdict"),
     [
