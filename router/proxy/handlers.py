@@ -38,6 +38,8 @@ log = logging.getLogger("router.proxy")
 Pages = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse | None]]
 """Health, metrics and debug pages: (request, path) -> reply, or None when the path is none of theirs."""
 
+READY_WITHOUT_KEY = ("ready", "reasons", "pods_known", "pods_ready")
+
 CONTROL_ROUTES = frozenset(
     {
         "/reset_prefix_cache",
@@ -136,7 +138,7 @@ class Proxy:
         if self._debug or not path.startswith("/debug/"):
             page = await self._pages(request, path)
             if page is not None:
-                return page
+                return page if path != "/ready" or self._keys.admits(headers) else without_details(page)
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method in ("GET", "HEAD"):
                 return self._models(path.rstrip("/"), for_page="Origin" in request.headers)
@@ -283,6 +285,14 @@ class Proxy:
                 )
         shared = {"Access-Control-Allow-Origin": "*"} if for_page else None
         return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=shared)
+
+
+def without_details(page: web.StreamResponse) -> web.StreamResponse:
+    """/ready for somebody without a key: whether and why not, but no names, addresses or paths."""
+    assert isinstance(page, web.Response)
+    told = msgspec.json.decode(page.body or b"{}")  # type: ignore[arg-type]
+    page.body = msgspec.json.encode({name: told[name] for name in READY_WITHOUT_KEY if name in told})
+    return page
 
 
 def is_preflight(request: web.BaseRequest) -> bool:

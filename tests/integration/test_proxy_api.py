@@ -223,6 +223,10 @@ async def test_keys_open_everything_but_the_probes() -> None:
     async with world(keys=["alpha", "beta"], admin_on_main=True) as w:
         for path in ("/health", "/ready", "/ready?scope=self"):
             assert (await w.session.get(f"{w.url}{path}")).status == 200
+        told = json.loads(await (await w.session.get(f"{w.url}/ready")).read())
+        assert set(told) == {"ready", "reasons", "pods_known", "pods_ready"}, "names and addresses need a key"
+        all_told = await w.session.get(f"{w.url}/ready", headers={"x-api-key": "beta"})
+        assert "pods_not_ready" in json.loads(await all_told.read())
         for path in ("/metrics", "/v1/models", "/debug/pods", "/v1/anything", "/nothing"):
             reply = await w.session.get(f"{w.url}{path}")
             assert (reply.status, json.loads(await reply.read())["error"]["type"]) == (401, "authentication_error")
