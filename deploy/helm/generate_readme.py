@@ -19,6 +19,9 @@ random routing; this page lists what can be set, generated from `values.yaml` (`
 |---|---|
 {examples}
 
+Rights, for those who make the Role by hand (`rbac.create: false`): get, list and watch of pods in the pods' namespace; with
+`discovery.service` also of endpointslices, and get of that Service.
+
 What a wrong value says comes from `values.schema.json` (types, ranges, unknown names) and from the templates (settings
 that do not fit each other, such as a grace period shorter than the drain).
 
@@ -26,7 +29,8 @@ that do not fit each other, such as a grace period shorter than the drain).
 
 | object | when |
 |---|---|
-| Deployment, Service, ServiceAccount, Role, RoleBinding of the router | always |
+| Deployment, Service of the router | always |
+| ServiceAccount; Role, RoleBinding | unless `serviceAccount.create`, `rbac.create` are off |
 | PodDisruptionBudget | more than one replica |
 | Deployment, Service, PodDisruptionBudget of the indexer; Secret with the key seed | `index.shared` |
 | Deployment, Service, Secret of Valkey | `index.shared` without `redis.url` and `redis.existingSecret` |
@@ -49,7 +53,7 @@ that do not fit each other, such as a grace period shorter than the drain).
 | `loraModules` | adapter name -> path; turns LoRA on |
 | `image`, `extraArgs`, `extraEnv`, `resources` | instead of or beyond the chart's |
 | `modelsClaim`, `modelsSize` | a claim for the weights, or the size limit of the emptyDir they are loaded into |
-| `volumes`, `volumeMounts`, `nodeSelector`, `tolerations`, `affinity` | as in a pod |
+| `volumes`, `volumeMounts`, `nodeSelector`, `tolerations`, `affinity`, `runtimeClassName` | as in a pod |
 | `maxSurge`, `maxUnavailable` | of the rolling update; 0 and 1, since spare GPUs are rare |
 
 ## Annotations of pods

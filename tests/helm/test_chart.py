@@ -393,6 +393,12 @@ def test_valkey_keeps_within_its_memory(render: Render) -> None:
     [
         ("router.replicas=-1", "replicas"),
         ("router.replicas=two", "replicas"),
+        ("router.hpa.enabled=true,router.hpa.minReplicas=20", "minReplicas is 20"),
+        ("serviceAccount.create=false", "serviceAccount.name"),
+        ("router.resources.limits.memory=512Mi", "router.bufferedBodiesMaxBytes"),
+        ("router.resources.limits.memory=0.7G", "router.bufferedBodiesMaxBytes"),
+        ("index.shared=true,valkey.maxMemoryMiB=1500", "valkey.resources.limits.memory"),
+        ("image.digest=sha256:abc", "digest"),
         ("router.replcias=2", "replcias"),
         ("router.policy=best", "policy"),
         ("router.preStopSeconds=0", "preStopSeconds"),
@@ -500,3 +506,84 @@ def test_the_notes_read_well(helm4: Path, example: tuple[str, ...]) -> None:
     assert ("--selector=" in notes) != ("--service=" in notes)
     assert ("set\n   discovery.selector to their labels" in notes) == (example == ())
     assert not re.search(r"<no value>|\{\{|%!|\n\n\n", notes)
+
+
+# ---- what a cluster's owner asks for ----
+
+
+@pytest.mark.parametrize("memory", ["768Mi", "1Gi", "1.5Gi", "0.9G", "1e9", "900000000"])
+def test_memory_that_suffices_is_taken_however_it_is_written(render: Render, memory: str) -> None:
+    assert render("--set-string", f"router.resources.limits.memory={memory}")
+
+
+def test_labels_digest_and_pull_secrets_reach_every_pod(render: Render) -> None:
+    digest = "sha256:" + "a" * 64
+    objects = render(
+        *EVERYTHING, "--set", f"commonLabels.team=x,image.digest={digest},loadtest.compare.enabled=true",
+        "--set", "image.pullSecrets[0]=a,image.pullSecrets[1].name=b",
+    )  # fmt: skip
+    assert all(o["metadata"]["labels"]["team"] == "x" for o in objects)
+    for name, meta, spec in pods(objects):
+        assert meta.get("labels", {}).get("team") == "x", name
+        assert spec["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}], name
+    for workload in of_kind(objects, "Deployment"):
+        assert "team" not in workload["spec"]["selector"]["matchLabels"], "selectors never change over upgrades"
+    assert container(objects, "Deployment", "rel-warmroute")["image"] == f"warmroute@{digest}"
+
+
+def test_without_the_right_to_grant_rights(render: Render) -> None:
+    objects = render(
+        "--set", "index.shared=true,serviceAccount.create=false,serviceAccount.name=given,rbac.create=false"
+    )
+    assert not [o for kind in ("ServiceAccount", "Role", "RoleBinding") for o in of_kind(objects, kind)]
+    accounts = {spec.get("serviceAccountName") for name, _, spec in pods(objects) if "valkey" not in name}
+    assert accounts == {"given", None}
+    own = render("--set", "serviceAccount.name=mine,serviceAccount.annotations.role=r")
+    (account,) = of_kind(own, "ServiceAccount")
+    assert (account["metadata"]["name"], account["metadata"]["annotations"]) == ("mine", {"role": "r"})
+    (binding,) = of_kind(own, "RoleBinding")
+    assert binding["subjects"][0]["name"] == "mine"
+
+
+def test_openshift_hands_out_users_itself(render: Render) -> None:
+    nothing = ",".join(f"podSecurityContext.{name}=null" for name in ("runAsUser", "runAsGroup", "fsGroup"))
+    objects = render("--set", f"index.shared=true,{nothing}")
+    for name, _, spec in pods(objects):
+        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}, name
+
+
+def test_further_volumes_and_fields_of_the_service(render: Render, tmp_path: Path) -> None:
+    extra = {
+        "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+        "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+    }
+    service = {"extraSpec": {"ipFamilyPolicy": "PreferDualStack", "loadBalancerSourceRanges": ["10.0.0.0/8"]}}
+    values = {"router": {**extra, "service": service}, "indexer": extra, "index": {"shared": True}}
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    objects = render("-f", str(file))
+    for name in ("rel-warmroute", "rel-warmroute-indexer"):
+        spec = named(objects, "Deployment", name)["spec"]["template"]["spec"]
+        assert {"name": "ca", "configMap": {"name": "ca"}} in spec["volumes"]
+        assert {"name": "ca", "mountPath": "/ca"} in spec["containers"][0]["volumeMounts"]
+    assert named(objects, "Service", "rel-warmroute")["spec"]["ipFamilyPolicy"] == "PreferDualStack"
+
+
+def test_a_password_of_ones_own_for_the_bundled_valkey(render: Render) -> None:
+    """Without a cluster to look into (Argo CD) each rendering would make another one."""
+    objects = render("--set", "index.shared=true,valkey.existingSecret=mine,valkey.key=pw")
+    assert "rel-warmroute-valkey" not in [o["metadata"]["name"] for o in of_kind(objects, "Secret")]
+    for name in ("rel-warmroute", "rel-warmroute-indexer", "rel-warmroute-valkey"):
+        env = {v["name"]: v for v in container(objects, "Deployment", name)["env"]}
+        assert env["VALKEY_PASSWORD"]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "pw"}
+
+
+def test_a_policy_for_clients_lets_monitoring_and_our_own_tests_in(render: Render) -> None:
+    clients = "networkPolicy.clients[0].podSelector.matchLabels.app=web"
+    policy = named(render("--set", f"networkPolicy.enabled=true,{clients}"), "NetworkPolicy", "rel-warmroute-router")
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"port": 8080}]
+    allowed = [s["podSelector"]["matchLabels"] for s in rule["from"] if "podSelector" in s]
+    assert allowed[0] == {"app": "web"}
+    assert [a["app.kubernetes.io/component"] for a in allowed[1:]] == ["smoke", "loadtest"]
+    assert any("namespaceSelector" in s for s in rule["from"])

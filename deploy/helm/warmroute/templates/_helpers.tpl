@@ -24,19 +24,26 @@ app.kubernetes.io/component: {{ .component }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name (.root.Chart.Version | replace "+" "_") }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "warmroute.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}{{ with .Values.image.digest }}@{{ . }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
 {{- end -}}
 
 {{- define "warmroute.pullSecrets" -}}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ if kindIs "map" . }}{{ .name }}{{ else }}{{ . }}{{ end }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{- define "warmroute.serviceAccount" -}}
+{{- .Values.serviceAccount.name | default (include "warmroute.fullname" .) -}}
 {{- end -}}
 
 {{- define "warmroute.discoveryNamespace" -}}
@@ -83,6 +90,14 @@ warmroute.dev/fleet: {{ include "warmroute.fullname" . }}
 {{- .Values.keySeed.existingSecret | default (printf "%s-key-seed" (include "warmroute.fullname" .)) -}}
 {{- end -}}
 
+{{- define "warmroute.valkeySecret" -}}
+{{- .Values.valkey.existingSecret | default (printf "%s-valkey" (include "warmroute.fullname" .)) -}}
+{{- end -}}
+
+{{- define "warmroute.valkeyKey" -}}
+{{- .Values.valkey.existingSecret | empty | ternary "password" .Values.valkey.key -}}
+{{- end -}}
+
 {{/* environment that router and indexer share */}}
 {{- define "warmroute.indexEnv" -}}
 {{- if .Values.index.shared }}
@@ -100,8 +115,8 @@ warmroute.dev/fleet: {{ include "warmroute.fullname" . }}
 - name: VALKEY_PASSWORD
   valueFrom:
     secretKeyRef:
-      name: {{ include "warmroute.fullname" . }}-valkey
-      key: password
+      name: {{ include "warmroute.valkeySecret" . }}
+      key: {{ include "warmroute.valkeyKey" . }}
 - name: WARMROUTE_REDIS_URL
   value: redis://:$(VALKEY_PASSWORD)@{{ include "warmroute.fullname" . }}-valkey:6379/0
 {{- end }}
@@ -114,12 +129,7 @@ warmroute.dev/fleet: {{ include "warmroute.fullname" . }}
 {{- end -}}
 
 {{- define "warmroute.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-seccompProfile:
-  type: RuntimeDefault
+{{- toYaml .Values.podSecurityContext -}}
 {{- end -}}
 
 {{- define "warmroute.containerSecurity" -}}
@@ -153,9 +163,35 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
+{{/* a quantity such as 1.5Gi in bytes */}}
+{{- define "warmroute.bytes" -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $text := toString . -}}
+{{- mulf (regexFind "^[0-9.]+(e\\+?[0-9]+)?" $text | float64) (get $units (regexFind "[A-Za-z]*$" $text) | default 1 | float64) | int64 -}}
+{{- end -}}
+
 {{- define "warmroute.checks" -}}
+{{- $memory := include "warmroute.bytes" .Values.router.resources.limits.memory | int64 -}}
+{{- $bodies := int64 .Values.router.bufferedBodiesMaxBytes -}}
+{{- if gt (add $bodies 268435456) $memory -}}
+{{- fail (printf "router.bufferedBodiesMaxBytes (%d) and 256Mi for the router itself do not fit into router.resources.limits.memory (%v): a burst of long requests would have it killed; lower the one or raise the other" $bodies .Values.router.resources.limits.memory) -}}
+{{- end -}}
+{{- if include "warmroute.bundledValkey" . -}}
+{{- if gt (mul (int64 .Values.valkey.maxMemoryMiB) 1153434) (include "warmroute.bytes" .Values.valkey.resources.limits.memory | int64) -}}
+{{- fail (printf "valkey.maxMemoryMiB is %d: with a tenth for Valkey itself that is more than valkey.resources.limits.memory (%v), and it would be killed before it forgets" (int .Values.valkey.maxMemoryMiB) .Values.valkey.resources.limits.memory) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.discovery.service .Values.discovery.selector -}}
 {{- fail "discovery.service and discovery.selector are both set; give one of them" -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
+{{- fail "serviceAccount.create is off: name the one to use in serviceAccount.name" -}}
+{{- end -}}
+{{- range $scaler := list "hpa" "keda" -}}
+{{- $s := get $.Values.router $scaler -}}
+{{- if and $s.enabled (gt (int $s.minReplicas) (int $s.maxReplicas)) -}}
+{{- fail (printf "router.%s.minReplicas is %d, more than maxReplicas (%d)" $scaler (int $s.minReplicas) (int $s.maxReplicas)) -}}
+{{- end -}}
 {{- end -}}
 {{- if and .Values.router.hpa.enabled .Values.router.keda.enabled -}}
 {{- fail "router.hpa.enabled and router.keda.enabled are both on; two autoscalers would fight over one Deployment" -}}
