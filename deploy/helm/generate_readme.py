@@ -19,8 +19,8 @@ random routing; this page lists what can be set, generated from `values.yaml` (`
 |---|---|
 {examples}
 
-Rights, for those who make the Role by hand (`rbac.create: false`): get, list and watch of pods in the pods' namespace; with
-`discovery.service` also of endpointslices, and get of that Service.
+Rights, for those who make the Role by hand (`rbac.create: false`): get, list and watch of pods in their namespace;
+with `discovery.service` also of endpointslices, and get of that Service.
 
 What a wrong value says comes from `values.schema.json` (types, ranges, unknown names) and from the templates (settings
 that do not fit each other, such as a grace period shorter than the drain).
