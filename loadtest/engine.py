@@ -229,12 +229,17 @@ class Engine:
         return self._pool.depth(hashes, len(hashes))
 
     def pending_prefill_tokens(self) -> int:
-        """Prompt tokens still to be computed by all that are in flight. For oracles."""
+        """The work of what is still to be computed for all in flight, in tokens without context. For oracles."""
         bs = self.profile.block_size_tokens
-        total = self._partial.tokens - self._partial.computed if self._partial else 0
+        total = self._work_tokens(self._partial.computed, self._partial.tokens) if self._partial else 0.0
         for seq in [*self._waiting, *(a[2] for a in self._arriving)]:
-            total += seq.tokens - self._pool.depth(self._chain(seq), (seq.tokens - 1) // bs) * bs
-        return total
+            total += self._work_tokens(self._pool.depth(self._chain(seq), (seq.tokens - 1) // bs) * bs, seq.tokens)
+        return round(total)
+
+    def _work_tokens(self, computed: int, until: int) -> float:
+        """What the tokens from `computed` to `until` cost, attention counted, in tokens without context."""
+        middle = (computed + until) / 2
+        return (until - computed) * (1.0 + middle / self.profile.attention_equal_context_tokens)
 
     def step(self, now_s: float) -> StepResult | None:
         """Run one step that begins at `now_s`; None when there is nothing to run."""
@@ -371,7 +376,7 @@ class Engine:
         """Allocate and enter a chunk's blocks; returns its seconds."""
         p = self.profile
         seq.blocks += self._pool.allocate(need)
-        middle = seq.computed + chunk / 2
+        work_tokens = self._work_tokens(seq.computed, seq.computed + chunk)
         seq.computed += chunk
         result.prefill_tokens += chunk
         result.prefills += 1
@@ -381,7 +386,7 @@ class Engine:
             self._partial = None
         else:
             self._partial = seq
-        return chunk * (1.0 + middle / p.attention_equal_context_tokens) / p.prefill_tokens_per_s
+        return work_tokens / p.prefill_tokens_per_s
 
     def _store(self, seq: _Sequence, full_blocks: int) -> None:
         """Enter the blocks that became full and report them."""

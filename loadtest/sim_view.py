@@ -241,10 +241,10 @@ class RouterView:
         notes, self._untold = self._untold, []
         return Shared(loads, dict(cast(Mapping[int, int], self.bookings.crowds())), notes)
 
-    def book(self, worker: WorkerAddress, *, uncached_tokens: int, prompt_tokens: int, key: int | None) -> Booking:
+    def book(self, worker: WorkerAddress, *, prefill_tokens: int, prompt_tokens: int, key: int | None) -> Booking:
         return self.bookings.hold(
             worker,
-            uncached_tokens=uncached_tokens,
+            prefill_tokens=prefill_tokens,
             prompt_tokens=prompt_tokens,
             crowd_key=None if key is None else crowd_key(key),
             exact=True,

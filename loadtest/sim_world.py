@@ -23,7 +23,7 @@ from router.core.hashing import usable_blocks
 from router.core.types import WorkerAddress
 from router.fleet.bookings import Booking
 from router.policy.overload import Line, Ticket, least_work_s, overloaded
-from router.policy.pick import Candidate, Chosen, Costs, Policy, RoutingRequest, best_of, price
+from router.policy.pick import Candidate, Chosen, Costs, Policy, RoutingRequest, best_of, prefill_tokens, price
 
 SCRAPE_VALID_S = 10.0  # as the router's scrape_stale_after_s
 
@@ -314,7 +314,7 @@ class Simulation:
             view.bookings.place(decision.worker, sample.prompt_tokens)
         flight.booking = view.book(
             decision.worker,
-            uncached_tokens=max(sample.prompt_tokens - blocks * size, 0),
+            prefill_tokens=round(prefill_tokens(sample.prompt_tokens, max(sample.prompt_tokens - blocks * size, 0))),
             prompt_tokens=sample.prompt_tokens,
             key=look.key,
         )

@@ -35,7 +35,7 @@ class PodRows(Collector):
         "inflight_requests": ("pod_inflight_requests", "requests that this router has on the pod now"),
         "booked_prefill_tokens": (
             "pod_booked_prefill_tokens",
-            "uncached prompt tokens sent there and not yet computed",
+            "uncached prompt tokens sent there and not yet computed, weighed by what their attention costs",
         ),
         "running_requests": ("pod_running_requests", "requests running on the pod, as it says itself"),
         "waiting_requests": ("pod_waiting_requests", "requests waiting on the pod, as it says itself"),

@@ -35,6 +35,7 @@ from router.policy.pick import (
     Refused,
     RoutingRequest,
     best_of,
+    prefill_tokens,
     price,
     uncached_tokens,
 )
@@ -424,9 +425,10 @@ class Conductor:
                 self._local.unsay(noted)
 
         adapter = self._adapter(self._roster.of(prepared.request.model))
+        uncached = max(prepared.work_tokens - view.gpu_tokens, 0)
         return self.bookings.hold(
             worker,
-            uncached_tokens=max(prepared.work_tokens - view.gpu_tokens, 0),
+            prefill_tokens=round(prefill_tokens(prepared.work_tokens, uncached)),
             prompt_tokens=prepared.work_tokens,
             crowd_key=crowd_key,
             on_first_token=settle,

@@ -26,7 +26,7 @@ class WorkerLoad:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.prefill_tokens = 0  # uncached prompt tokens sent and not yet at first token
+        self.prefill_tokens = 0  # work sent and not yet at first token, see router.policy.pick.prefill_tokens
         self.inflight_requests = 0
         self.decode_context_tokens = 0  # prompt tokens of requests that are past their first token
         self.requests_total = 0
@@ -39,14 +39,14 @@ class Booking:
 
     __slots__ = (
         "_crowd", "_crowd_key", "_eased", "_learn", "_load", "_on_first_token", "_on_release", "_on_void",
-        "_prompt_tokens", "_state", "_uncached_tokens",
+        "_prefill_tokens", "_prompt_tokens", "_state",
     )  # fmt: skip
 
     def __init__(
         self,
         load: WorkerLoad,
         *,
-        uncached_tokens: int,
+        prefill_tokens: int,
         prompt_tokens: int,
         crowd: Counter[BlockKey],
         crowd_key: BlockKey | None,
@@ -59,7 +59,7 @@ class Booking:
         self._load = load
         self._eased = eased
         self._learn = learn
-        self._uncached_tokens = uncached_tokens
+        self._prefill_tokens = prefill_tokens
         self._prompt_tokens = prompt_tokens
         self._crowd = crowd
         self._crowd_key = crowd_key
@@ -67,7 +67,7 @@ class Booking:
         self._on_void = on_void
         self._on_release = on_release
         self._state = "prefill"
-        load.prefill_tokens += uncached_tokens
+        load.prefill_tokens += prefill_tokens
         load.inflight_requests += 1
         load.requests_total += 1
         if crowd_key is not None:
@@ -82,7 +82,7 @@ class Booking:
             if streamed and self._learn is not None:
                 self._learn()
             self._state = "decode"
-            self._load.prefill_tokens -= self._uncached_tokens
+            self._load.prefill_tokens -= self._prefill_tokens
             self._load.decode_context_tokens += self._prompt_tokens
             if self._on_first_token is not None:
                 self._on_first_token()
@@ -92,8 +92,8 @@ class Booking:
     def assume_prefilled(self) -> None:
         """The prompt should be computed by now, and nothing says so: a reply in one piece begins when all is done."""
         if self._state == "prefill":
-            self._load.prefill_tokens -= self._uncached_tokens
-            self._uncached_tokens = 0
+            self._load.prefill_tokens -= self._prefill_tokens
+            self._prefill_tokens = 0
             if self._eased is not None:
                 self._eased()
 
@@ -108,7 +108,7 @@ class Booking:
         if self._state == "over":
             return
         if self._state == "prefill":
-            self._load.prefill_tokens -= self._uncached_tokens
+            self._load.prefill_tokens -= self._prefill_tokens
         else:
             self._load.decode_context_tokens -= self._prompt_tokens
         self._load.inflight_requests -= 1
@@ -153,7 +153,7 @@ class Bookings:
         self,
         worker: WorkerAddress,
         *,
-        uncached_tokens: int = 0,
+        prefill_tokens: int = 0,
         prompt_tokens: int = 0,
         crowd_key: BlockKey | None = None,
         on_first_token: Callable[[], None] | None = None,
@@ -173,14 +173,14 @@ class Bookings:
         )
         return Booking(
             load,
-            uncached_tokens=uncached_tokens,
+            prefill_tokens=prefill_tokens,
             prompt_tokens=prompt_tokens,
             crowd=self._crowd,
             crowd_key=crowd_key,
             on_first_token=on_first_token,
             on_void=on_void,
             on_release=on_release,
-            learn=self._lesson(worker, load.prefill_tokens + max(uncached_tokens, 1)) if exact else None,
+            learn=self._lesson(worker, load.prefill_tokens + max(prefill_tokens, 1)) if exact else None,
             eased=self.eased,
         )
 

@@ -19,10 +19,10 @@ from router.policy.pick import (
     Policy,
     RoutingRequest,
     ahead_s,
+    ahead_tokens,
     fit,
     pick,
     refuse,
-    uncached_tokens,
 )
 
 BOUNDED_LOAD_RATIO = 1.25  # of the mean load, consistent hashing with bounded loads
@@ -82,7 +82,7 @@ def lmetric(candidates: Sequence[Candidate], request: RoutingRequest, costs: Cos
         rng,
         "lmetric",
         lambda c: (
-            (c.booked_prefill_tokens + uncached_tokens(c, request)) * (c.inflight_requests + 1),
+            ahead_tokens(c, request) * (c.inflight_requests + 1),
             c.inflight_requests,
         ),
     )

@@ -13,7 +13,7 @@ from math import ceil
 
 import msgspec
 
-from router.policy.pick import Candidate, RoutingRequest, fit, uncached_tokens
+from router.policy.pick import Candidate, RoutingRequest, fit, own_tokens
 
 AGEING_S_PER_S = 0.1  # a second of waiting weighs as much as so many seconds of prefill less
 FORMER_TENANTS_MAX = 1024  # remembered with nothing waiting
@@ -34,7 +34,7 @@ def booked_s(candidate: Candidate) -> float:
 def least_work_s(candidates: Sequence[Candidate], request: RoutingRequest) -> float:
     """Seconds of prefill the request needs where most of it is held; 0 when nobody may get it."""
     able = fit(candidates, request)
-    return min((uncached_tokens(c, request) / c.prefill_tokens_per_s for c in able), default=0.0)
+    return min((own_tokens(c, request) / c.prefill_tokens_per_s for c in able), default=0.0)
 
 
 def retry_after_s(candidates: Sequence[Candidate], limit_s: float, waiting_work_s: float, *, least_s: int) -> int:

@@ -12,13 +12,15 @@ import xxhash
 
 from router.core.types import WorkerAddress
 
+ATTENTION_EQUAL_CONTEXT_TOKENS = 32_768.0  # where attention costs as much as all else: Llama 8B 30,600, 70B 53,000
+
 
 class Candidate(msgspec.Struct, frozen=True):
     """One worker as the router knows it now. Tokens are this request's, loads are everybody's."""
 
     worker: WorkerAddress
     matched_tokens: int  # of this prompt, held by the worker (whole blocks, at most prompt - 1), predictions included
-    booked_prefill_tokens: int = 0  # Q: uncached prompt tokens sent there and not yet at first token
+    booked_prefill_tokens: int = 0  # Q: work (see `prefill_tokens`) sent there and not yet at first token
     inflight_requests: int = 0  # n
     waiting_requests: int = 0  # of them, not yet admitted by the engine, as last scraped; only published rules read it
     kv_held_ratio: float = 0.0  # share of the worker's KV cache held by running requests, 0..1
@@ -91,9 +93,28 @@ def uncached_tokens(candidate: Candidate, request: RoutingRequest) -> int:
     return max(request.prompt_tokens - candidate.matched_tokens, 1)
 
 
+def prefill_tokens(prompt_tokens: int, uncached_tokens: int) -> float:
+    """The work of computing the last `uncached_tokens` of a prompt, in tokens at a prompt's beginning.
+
+    A token's linear layers cost 2 FLOPs a parameter, its attention 4 a layer, hidden unit and token before it. So the
+    last 10,000 tokens of a prompt of 60,000 cost 2.7 times the first 10,000.
+    """
+    return uncached_tokens * (1.0 + (prompt_tokens - 0.5 * uncached_tokens) / ATTENTION_EQUAL_CONTEXT_TOKENS)
+
+
+def own_tokens(candidate: Candidate, request: RoutingRequest) -> float:
+    """The request's own work there, see `prefill_tokens`."""
+    return prefill_tokens(request.prompt_tokens, uncached_tokens(candidate, request))
+
+
+def ahead_tokens(candidate: Candidate, request: RoutingRequest) -> float:
+    """Work there before the request's first token, its own part included."""
+    return candidate.booked_prefill_tokens + own_tokens(candidate, request)
+
+
 def ahead_s(candidate: Candidate, request: RoutingRequest) -> float:
     """Seconds of prefill there before the request's first token, its own part included."""
-    return (candidate.booked_prefill_tokens + uncached_tokens(candidate, request)) / candidate.prefill_tokens_per_s
+    return ahead_tokens(candidate, request) / candidate.prefill_tokens_per_s
 
 
 def fit(candidates: Sequence[Candidate], request: RoutingRequest) -> Sequence[Candidate]:
@@ -121,7 +142,7 @@ def best_of(candidates: Sequence[Candidate], request: RoutingRequest) -> Best:
 
 def price(c: Candidate, best: Best, request: RoutingRequest, costs: Costs) -> Terms:
     """J of docs/adr/0003: seconds of prefill ahead, plus a surcharge for a miss that another worker would not have."""
-    m = uncached_tokens(c, request)
+    m = own_tokens(c, request)
     n = c.inflight_requests
     crowd = request.crowd_requests / best.workers  # on each copy there is
     a = (costs.alpha + costs.beta_per_request * n) / (1.0 + crowd / costs.crowd_half_requests)
@@ -129,7 +150,7 @@ def price(c: Candidate, best: Best, request: RoutingRequest, costs: Costs) -> Te
     return Terms(
         queue_s=c.booked_prefill_tokens / r,
         own_s=m / r,
-        regret_s=a * (m - best.uncached_tokens) / r,
+        regret_s=a * (m - prefill_tokens(request.prompt_tokens, best.uncached_tokens)) / r,
         kv_s=costs.w_kv_prompts * c.kv_held_ratio * request.prompt_tokens / r,
         adapter_s=costs.w_adapter * c.adapter_s,
         company=n + costs.n0_requests,

@@ -121,7 +121,7 @@ class FakeConductor:
             name=pod.spec.name,
             data_parallel_rank=None,
             booking=self.fleet.bookings.hold(
-                worker, uncached_tokens=7, prompt_tokens=9, on_void=lambda: self.voided.append(worker)
+                worker, prefill_tokens=7, prompt_tokens=9, on_void=lambda: self.voided.append(worker)
             ),
             policy=prepared.request.policy or "prefix",
             reason="load",

@@ -49,7 +49,7 @@ async def test_two_routers_see_each_other_and_forget_who_left(server: Server) ->
     async with router(server.url) as (one, _, local):
         async with router(server.url) as (two, bookings, _), router(server.url, seed="other") as (stranger, _, _):
             await until(lambda: one.status()["peers"] == 1 and two.status()["peers"] == 1)
-            bookings.hold(A, uncached_tokens=700, prompt_tokens=900)
+            bookings.hold(A, prefill_tokens=700, prompt_tokens=900)
             two.peers.chose(A, KEYS, 0)
             await until(lambda: one.peers.load(A, time.monotonic()).inflight_requests == 1)
             assert one.peers.load(A, time.monotonic()).prefill_tokens == 700

@@ -79,7 +79,7 @@ def test_other_rules_do_not_follow_it(rule: str, costs: Costs | None) -> None:
 def test_copies_that_the_load_does_not_need_make_room(home_miss_ratio: float, made_room: bool) -> None:
     """In small caches under prompts that share nothing, what is not used is evicted."""
     profile = msgspec.structs.replace(load_profile("qwen3-32b-2xh100"), num_blocks=1000)
-    load = rising_and_falling((5.0, 60.0, 5.0, 5.0, 5.0), 15.0, unlike_per_s=2.0)
+    load = rising_and_falling((5.0, 60.0, 5.0, 5.0, 5.0, 5.0, 5.0), 15.0, unlike_per_s=2.0)
     costs = Costs(home_miss_ratio=home_miss_ratio)
     simulation = Simulation(Setup(profile=profile, pods=PODS), load, FACTORIES["prefix"](), 1, costs=costs)
     copies: dict[str, int] = {}
@@ -89,7 +89,7 @@ def test_copies_that_the_load_does_not_need_make_room(home_miss_ratio: float, ma
         copies[when] = sum(p.engine.match_blocks(chain) == len(chain) for p in simulation._pods)
 
     simulation._at(29.0, look, "high")
-    simulation._at(74.0, look, "low")
+    simulation._at(104.0, look, "low")
     simulation.run()
     assert copies["high"] == PODS
     assert (copies["low"] <= 5) == made_room, copies

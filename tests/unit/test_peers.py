@@ -15,7 +15,7 @@ KEYS = [BlockKey(bytes([i]) * 8) for i in range(40)]
 def busy(worker: WorkerAddress, requests: int, key: BlockKey | None = None) -> Bookings:
     bookings = Bookings(clock=lambda: 0.0)
     for _ in range(requests):
-        bookings.hold(worker, uncached_tokens=100, prompt_tokens=500, crowd_key=key)
+        bookings.hold(worker, prefill_tokens=100, prompt_tokens=500, crowd_key=key)
     bookings.place(worker, 500)
     return bookings
 

@@ -106,7 +106,7 @@ async def test_a_shadow_looks_only_at_what_the_routers_own_policy_serves() -> No
 async def test_explaining_shows_the_control_group_the_shadow_and_what_other_routers_have() -> None:
     town = Town(control=RANDOM_FIFTH, shadow="least-loaded")
     await town.holds("p1", PROMPT)
-    town.fleet.bookings.hold(WorkerAddress("p1"), uncached_tokens=1)
+    town.fleet.bookings.hold(WorkerAddress("p1"), prefill_tokens=1)
     body = msgspec.json.encode(PROMPT)
     shown = await town.conductor.explain(RouteRequest(endpoint="/v1/completions", model="m", body=body))
     assert shown["control"] == {"policy": "random", "share_ratio": 0.2}

@@ -36,7 +36,7 @@ class Chooser:
         if not self.workers:
             return Refused("no_worker")
         worker = min(self.workers, key=lambda w: self.bookings.of(w).prefill_tokens)
-        booking = self.bookings.hold(worker, uncached_tokens=prepared.request.body_bytes)
+        booking = self.bookings.hold(worker, prefill_tokens=prepared.request.body_bytes)
         choice = Choice(
             worker=worker,
             url="",
@@ -392,7 +392,7 @@ async def test_what_debug_pods_shows_names_no_tenant() -> None:
         "requests": 3,
         "by_priority": {"0": 2, "2": 1},
         "tenants": 3,
-        "work_s": 1.8,
+        "work_s": 1.816,  # 600 tokens each, and what attention adds
         "oldest_s": 1.5,
     }
     assert "secret" not in repr(shown) + repr(list(world.waiting._waiters))

@@ -14,7 +14,7 @@ KEY = BlockKey(b"12345678")
 def test_a_booking_is_prefill_until_its_first_token_and_gone_at_its_end() -> None:
     bookings = Bookings()
     seen = []
-    with bookings.hold(A, uncached_tokens=70, prompt_tokens=100, on_first_token=lambda: seen.append(1)) as booking:
+    with bookings.hold(A, prefill_tokens=70, prompt_tokens=100, on_first_token=lambda: seen.append(1)) as booking:
         assert (bookings.of(A).prefill_tokens, bookings.of(A).inflight_requests) == (70, 1)
         booking.first_token()
         booking.first_token()
@@ -25,7 +25,7 @@ def test_a_booking_is_prefill_until_its_first_token_and_gone_at_its_end() -> Non
 def test_an_error_gives_it_back_too() -> None:
     """H20."""
     bookings = Bookings()
-    with pytest.raises(RuntimeError), bookings.hold(A, uncached_tokens=5, crowd_key=KEY):
+    with pytest.raises(RuntimeError), bookings.hold(A, prefill_tokens=5, crowd_key=KEY):
         raise RuntimeError
     assert (bookings.of(A).prefill_tokens, bookings.inflight_requests, bookings.crowd(KEY)) == (0, 0, 0)
 
@@ -33,9 +33,9 @@ def test_an_error_gives_it_back_too() -> None:
 def test_a_release_after_the_pod_flapped_lands_on_the_old_counts() -> None:
     """H21: remove and add the pod while a request runs; its end must not make the new count -1."""
     bookings = Bookings()
-    old = bookings.hold(A, uncached_tokens=5)
+    old = bookings.hold(A, prefill_tokens=5)
     bookings.retire(A)
-    new = bookings.hold(A, uncached_tokens=7)
+    new = bookings.hold(A, prefill_tokens=7)
     old.release()
     assert (bookings.of(A).prefill_tokens, bookings.of(A).inflight_requests) == (7, 1)
     new.release()
@@ -52,7 +52,7 @@ def test_any_order_of_endings_comes_back_to_zero(seed: int) -> None:
     for _ in range(300):
         if rng.random() < 0.5 or not open_ones:
             open_ones.append(
-                bookings.hold(rng.choice([A, B]), uncached_tokens=rng.randrange(100), prompt_tokens=9, crowd_key=KEY)
+                bookings.hold(rng.choice([A, B]), prefill_tokens=rng.randrange(100), prompt_tokens=9, crowd_key=KEY)
             )
         else:
             booking = rng.choice(open_ones)
@@ -71,7 +71,7 @@ def test_who_waits_for_room_hears_when_there_may_be_some() -> None:
     bookings = Bookings()
     left: list[int] = []
     bookings.eased = lambda: left.append(bookings.of(A).prefill_tokens)
-    first, second, third = (bookings.hold(A, uncached_tokens=n) for n in (70, 20, 3))
+    first, second, third = (bookings.hold(A, prefill_tokens=n) for n in (70, 20, 3))
     assert left == []
     first.first_token()
     second.assume_prefilled()
@@ -82,7 +82,7 @@ def test_who_waits_for_room_hears_when_there_may_be_some() -> None:
 def test_a_prompt_taken_for_computed_weighs_nothing_and_its_first_token_still_counts() -> None:
     bookings = Bookings()
     seen = []
-    with bookings.hold(A, uncached_tokens=70, prompt_tokens=100, on_first_token=lambda: seen.append(1)) as booking:
+    with bookings.hold(A, prefill_tokens=70, prompt_tokens=100, on_first_token=lambda: seen.append(1)) as booking:
         booking.assume_prefilled()
         booking.assume_prefilled()
         assert (bookings.of(A).prefill_tokens, bookings.of(A).inflight_requests) == (0, 1)

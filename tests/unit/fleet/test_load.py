@@ -85,7 +85,7 @@ def test_requests_of_others_that_wait_in_a_pod_are_work_ahead_there() -> None:
         return facts.inflight_requests, facts.prefill_tokens
 
     assert scraped(4, 4, own=0) == (8, 0), "before any request nobody knows how long prompts are"
-    with fleet.bookings.hold(worker, uncached_tokens=10, prompt_tokens=1000):
+    with fleet.bookings.hold(worker, prefill_tokens=10, prompt_tokens=1000):
         assert scraped(0, 1, own=1) == (1, 10), "the one that waits is ours, and booked"
         assert scraped(3, 0, own=0) == (4, 10), "those that run are past their prefill"
         work = [scraped(4, waiting, own=0)[1] for waiting in (0, 2, 8, 32)]

@@ -57,9 +57,9 @@ def test_bookings_teach_what_was_ahead_of_a_first_token() -> None:
     bookings = Bookings(rates=PrefillRates(PRIOR), clock=lambda: now_s)
     assert bookings.rates is not None
     for _ in range(40):
-        first = bookings.hold(worker, uncached_tokens=4000, prompt_tokens=4000, exact=True)
-        second = bookings.hold(worker, uncached_tokens=4000, prompt_tokens=4000, exact=True)
-        guessed = bookings.hold(worker, uncached_tokens=4000, prompt_tokens=4000)
+        first = bookings.hold(worker, prefill_tokens=4000, prompt_tokens=4000, exact=True)
+        second = bookings.hold(worker, prefill_tokens=4000, prompt_tokens=4000, exact=True)
+        guessed = bookings.hold(worker, prefill_tokens=4000, prompt_tokens=4000)
         now_s += 1.0
         first.first_token()
         now_s += 1.0
@@ -75,8 +75,8 @@ def test_neither_whole_answers_nor_past_lives_teach() -> None:
     bookings = Bookings(rates=PrefillRates(PRIOR), clock=iter(range(0, 10_000, 5)).__next__)
     assert bookings.rates is not None
     for _ in range(20):
-        bookings.hold(worker, uncached_tokens=4000, exact=True).first_token(streamed=False)
-        old = bookings.hold(worker, uncached_tokens=4000, exact=True)
+        bookings.hold(worker, prefill_tokens=4000, exact=True).first_token(streamed=False)
+        old = bookings.hold(worker, prefill_tokens=4000, exact=True)
         bookings.retire(worker)
         bookings.of(worker)
         old.first_token()

@@ -13,7 +13,7 @@ from router.policy.overload import (
     overloaded,
     retry_after_s,
 )
-from router.policy.pick import Candidate, RoutingRequest
+from router.policy.pick import Candidate, RoutingRequest, prefill_tokens
 
 REQUEST = RoutingRequest(prompt_tokens=5000)
 
@@ -54,7 +54,9 @@ def test_a_ticket_stands_in_line_until_it_is_served_and_is_like_no_other() -> No
 
 
 def test_work_is_counted_where_most_is_held() -> None:
-    assert least_work_s([worker("a"), worker("b", 90_000, held=4000)], REQUEST) == pytest.approx(0.1)
+    assert least_work_s([worker("a"), worker("b", 90_000, held=4000)], REQUEST) == pytest.approx(
+        prefill_tokens(5000, 1000) / 10_000
+    )
     assert least_work_s([worker("a", ready=False)], REQUEST) == 0.0
 
 

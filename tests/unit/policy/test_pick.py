@@ -8,7 +8,16 @@ import msgspec
 import pytest
 
 from router.core.types import WorkerAddress
-from router.policy.pick import Candidate, Chosen, Costs, Refused, RoutingRequest, pick
+from router.policy.pick import (
+    ATTENTION_EQUAL_CONTEXT_TOKENS,
+    Candidate,
+    Chosen,
+    Costs,
+    Refused,
+    RoutingRequest,
+    pick,
+    prefill_tokens,
+)
 
 
 def worker(name: str, **kw: object) -> Candidate:
@@ -192,3 +201,17 @@ def test_unknown_prompts_are_spread_by_requests_in_flight() -> None:
 )
 def test_refusals_say_why(candidates: list[Candidate], reason: str) -> None:
     assert pick(candidates, RoutingRequest(prompt_tokens=7000), Costs(), Random(1)) == Refused(reason)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prompt", "uncached"), [(1, 1), (6000, 6000), (60_000, 10_000), (100_000, 100_000)])
+def test_work_is_what_each_token_costs_at_its_place(prompt: int, uncached: int) -> None:
+    """Counted token by token: one for the linear layers, and its share of attention over all before it."""
+    one_by_one = sum(1 + (i + 0.5) / ATTENTION_EQUAL_CONTEXT_TOKENS for i in range(prompt - uncached, prompt))
+    assert prefill_tokens(prompt, uncached) == pytest.approx(one_by_one)
+
+
+def test_the_end_of_a_long_prompt_is_dearer_than_a_short_prompt() -> None:
+    """10,000 tokens behind 50,000 that are held are more work than 20,000 with nothing before them."""
+    long, short = (round(prefill_tokens(*lengths)) for lengths in ((60_000, 10_000), (20_000, 20_000)))
+    behind_long, behind_short = worker("long", booked_prefill_tokens=long), worker("short", booked_prefill_tokens=short)
+    assert choose([behind_long, behind_short], prompt_tokens=500) == "short"
