@@ -6,9 +6,10 @@ May import: router.fleet, router.core, indexer.
 from collections.abc import Sequence
 
 from indexer.app import Indexer
-from indexer.source import SourceSpec, rank_specs
+from indexer.source import SourceSpec, at_rank, rank_specs
+from router.core.types import WorkerAddress
 from router.fleet.fleet import Fleet
-from router.fleet.state import FleetState
+from router.fleet.state import FleetState, Pod
 
 
 def source_specs(state: FleetState) -> list[SourceSpec]:
@@ -16,8 +17,25 @@ def source_specs(state: FleetState) -> list[SourceSpec]:
     return [
         spec
         for pod in state.pods.values()
-        if pod.events is not None and (model := pod.base_model(None)) is not None
-        for spec in rank_specs(pod.spec.identity, model, pod.events, pod.replay, pod.ranks)
+        if (model := pod.base_model(None)) is not None
+        for spec in _of_pod(pod, model)
+    ]
+
+
+def _of_pod(pod: Pod, model: str) -> list[SourceSpec]:
+    """As configured: base port + rank. Else as the pod tells for each of its ranks."""
+    configured = pod.spec
+    if configured.events is not None:
+        return rank_specs(configured.identity, model, configured.events, configured.replay, pod.ranks)
+    return [
+        SourceSpec(
+            WorkerAddress(configured.identity, rank),
+            model,
+            events,
+            at_rank(configured.replay, rank) if configured.replay else replay,
+        )
+        for rank, (events, replay) in enumerate(pod.source.endpoints if pod.source else ())
+        if events is not None
     ]
 
 

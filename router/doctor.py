@@ -24,6 +24,7 @@ import zmq.asyncio
 from indexer.wire import Stored, WireError, decode
 from router.core.hashing import usable_blocks
 from router.diagnosis import Facts, diagnose, port_of
+from router.fleet.fleet import source_rows
 from router.tokenize.canary import first_difference
 from router.tokenize.load import LoadFailure, is_at_hand, load
 from router.tokenize.model import ModelOptions, ModelRenderer
@@ -86,8 +87,7 @@ async def _look_around(http: aiohttp.ClientSession, facts: Facts) -> None:
     status, text = await _get(http, "/kv_event_sources")
     if status == 200:
         with contextlib.suppress(ValueError):
-            ranks = json.loads(text)
-            facts.sources = [s["endpoint"] for _, s in sorted(ranks.items()) if s and s.get("endpoint")]
+            facts.sources = [row["endpoint"] for row in source_rows(text.encode()) if row.get("endpoint")]
 
 
 def _read_config(metrics: str, facts: Facts) -> None:

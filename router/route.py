@@ -413,7 +413,7 @@ class Conductor:
             # A worker whose events never came (wrong port, endpoint without *) is as good as one without any; one of
             # which they came has them, even if only the indexer was told where.
             heard = chain.exact and self._fleet.tells(worker)
-            told = heard or (chain.exact and view.pod.events is not None)
+            told = heard or (chain.exact and view.pod.publishes)
             # With the index away nobody can ask it what the events said; its reader clears this when it is back.
             lasting = chain.index_away or not heard
             ttl_s = self._limits.local_ttl_no_events_s if lasting else self._limits.confirm_grace_s

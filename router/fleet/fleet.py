@@ -72,10 +72,24 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 class _Life:
     """One pod from Seen to Gone; a restart begins another life at the same identity."""
 
-    __slots__ = ("generation", "gone", "heard_s", "kick", "own_at_scrape", "refused", "sample", "slow", "tasks")
+    __slots__ = (
+        "generation",
+        "gone",
+        "heard_s",
+        "kick",
+        "own_at_scrape",
+        "read",
+        "refused",
+        "sample",
+        "slow",
+        "tasks",
+        "told",
+    )
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
+        self.read: int | None = None  # the generation whose models were read
+        self.told: int | None = None  # the generation that has told where its events are
         self.gone = asyncio.Event()
         self.kick = asyncio.Event()
         self.tasks: list[asyncio.Task[None]] = []
@@ -358,7 +372,7 @@ class Fleet:
             pod = self.state.pods.get(identity)
             if pod is None or self._lives.get(identity) is not life:
                 return
-            with_models = not pod.models or not pod.serving or count % MODELS_EVERY_PROBES == 0
+            with_models = life.read != life.generation or not pod.serving or count % MODELS_EVERY_PROBES == 0
             outcome = await self._probe(pod, life, with_models=with_models)
             if self._lives.get(identity) is not life:
                 return
@@ -385,8 +399,10 @@ class Fleet:
                     return Probed(identity=identity, not_ready="health", detail=f"/health answered {status}")
                 if not with_models:
                     return Probed(identity=identity, not_ready=None)
+                generation = life.generation  # a restarted process may serve another model, at other ports
                 models = await self._models(pod)
-                source = await self._event_source(pod) if pod.spec.events is None and pod.source is None else None
+                life.read = generation if models else None
+                source = await self._new_source(pod, life)
         except TimeoutError:
             return self._slow(pod, life, "health", f"no answer to a probe in {self._times.probe_timeout_s:g} s")
         except aiohttp.ClientConnectorError as exc:
@@ -427,6 +443,7 @@ class Fleet:
         life.gone = fresh
         self._generations += 1
         life.generation = self._generations
+        life.kick.set()
         pod = self.state.pods.get(identity)
         for worker in pod.workers if pod else ():
             self.bookings.retire(worker)
@@ -463,18 +480,32 @@ class Fleet:
             raw = await _bounded(reply, MAX_MODELS_BYTES)
         return parse_models(raw)
 
-    async def _event_source(self, pod: Pod) -> EventSource:
-        """Where the pod says its events are. A pod that does not answer this is served all the same."""
+    async def _new_source(self, pod: Pod, life: _Life) -> EventSource | None:
+        """Where this process says its events are, once it has said so; None: as before. Served all the same."""
+        generation = life.generation
+        if pod.spec.events is not None or life.told == generation:
+            return None
+        source = await self._event_source(pod)
+        if source is not None:  # else it may be busy: asked again with the next look at its models
+            life.told = generation
+        return source
+
+    async def _event_source(self, pod: Pod) -> EventSource | None:
+        """What the pod answers; None when that was no answer."""
         assert self._session is not None
         try:
             async with (
                 asyncio.timeout(self._times.probe_timeout_s / 2),
                 self._session.get(pod.spec.url + "/kv_event_sources", allow_redirects=False) as reply,
             ):
-                if reply.status != 200:
+                if reply.status in (404, 405):  # before 0.32
                     return EventSource()
+                if reply.status != 200:
+                    return None
                 return parse_event_sources(await _bounded(reply, MAX_MODELS_BYTES), pod.spec.url)
-        except (TimeoutError, aiohttp.ClientError, ValueError):
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return None
+        except ValueError:  # another engine's page of this name
             return EventSource()
 
     async def _scrape_for_ever(self, identity: str, life: _Life) -> None:
@@ -613,20 +644,31 @@ def parse_models(raw: bytes) -> tuple[ModelEntry, ...]:
 
 
 def parse_event_sources(raw: bytes, pod_url: str) -> EventSource:
-    """A /kv_event_sources reply: {rank: KVEventsConfig}. Endpoints bound to all addresses get the pod's own host."""
-    try:
-        sources = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        return EventSource()
-    first = sources.get("0") if isinstance(sources, dict) else None
-    if not isinstance(first, dict) or first.get("publisher") not in ("zmq", None):
-        return EventSource()
+    """A /kv_event_sources reply. Endpoints bound to all addresses get the pod's own host. Raises ValueError."""
     host = urlsplit(pod_url).hostname or ""
     return EventSource(
-        events=_reachable(first.get("endpoint"), host),
-        replay=_reachable(first.get("replay_endpoint"), host),
-        ranks=max(len(sources), 1),
+        tuple(
+            (_reachable(row.get("endpoint"), host), _reachable(row.get("replay_endpoint"), host))
+            for row in source_rows(raw)
+            if row.get("publisher") in ("zmq", None)
+        )
     )
+
+
+def source_rows(raw: bytes) -> list[dict[str, Any]]:
+    """The publishers of a /kv_event_sources reply, by rank. Raises ValueError when it is none.
+
+    0.32 gives {rank: KVEventsConfig}; others a list, bare or as `sources`, whose items name their rank. With a rank a
+    pod (external load balancing) that rank may have any number, so here they count from 0 in their order.
+    """
+    said = msgspec.json.decode(raw)
+    if isinstance(said, dict) and isinstance(said.get("sources"), list):
+        said = said["sources"]
+    if isinstance(said, list):
+        said = {row.get("data_parallel_rank") or 0: row for row in said if isinstance(row, dict)}
+    if not isinstance(said, dict):
+        raise ValueError("/kv_event_sources is neither a map nor a list")
+    return [row for _, row in sorted(said.items(), key=lambda item: int(item[0])) if isinstance(row, dict)]
 
 
 def _reachable(endpoint: Any, host: str) -> str | None:

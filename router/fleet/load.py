@@ -76,8 +76,9 @@ def parse_metrics(text: bytes, *, now_s: float) -> LoadSample:
             values = ranks.setdefault(rank, {})
             values[name.decode()] = values.get(name.decode(), 0.0) + value
     start = _START.search(text)
+    # With a rank a pod (external load balancing) its number is that in the whole deployment: here they count from 0.
     return LoadSample(
-        ranks={rank: _rank(values) for rank, values in ranks.items()},
+        ranks={place: _rank(ranks[rank]) for place, rank in enumerate(sorted(ranks))},
         taken_at_s=now_s,
         started_at_s=_number(start.group(1)) if start else None,
         block_size_tokens=_whole(info.get("hash_block_size")) or _whole(info.get("block_size")),

@@ -41,11 +41,16 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """A pod's answer to GET /kv_event_sources (vLLM >= 0.32), host filled in. All None: it publishes nothing."""
+    """A pod's answer to GET /kv_event_sources (vLLM >= 0.32), hosts filled in. Empty: it publishes nothing.
 
-    events: str | None = None
-    replay: str | None = None
-    ranks: int = 1
+    Each rank's own (events, replay): with port 0 in its settings the system chooses each rank's port by itself.
+    """
+
+    endpoints: tuple[tuple[str | None, str | None], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return max(len(self.endpoints), 1)
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,13 +74,10 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.spec.ranks, self.source.ranks if self.source else 1)
 
     @property
-    def events(self) -> str | None:
-        """ZMQ endpoint of rank 0's events: configured, else as the pod told."""
-        return self.spec.events or (self.source.events if self.source else None)
-
-    @property
-    def replay(self) -> str | None:
-        return self.spec.replay or (self.source.replay if self.source and not self.spec.events else None)
+    def publishes(self) -> bool:
+        """It was configured, or it said itself, where its KV events are."""
+        told = self.source.endpoints if self.source else ()
+        return self.spec.events is not None or any(events is not None for events, _ in told)
 
     @property
     def serving(self) -> bool:

@@ -32,6 +32,12 @@ vllm:kv_cache_usage_perc{engine="1",model_name="a"} 0.25
     assert (ranks[0].waiting_requests, ranks[1].waiting_requests, ranks[1].kv_held_ratio) == (None, 7, 0.25)
 
 
+def test_a_pod_that_is_one_rank_of_many_counts_from_0_as_its_worker_does() -> None:
+    page = b'vllm:num_requests_running{engine="5",model_name="a"} 2.0\nvllm:num_requests_running{engine="4"} 1.0\n'
+    ranks = parse_metrics(page, now_s=0.0).ranks
+    assert [ranks[r].running_requests for r in (0, 1)] == [1, 2]
+
+
 def test_of_the_adapters_the_newest_line_counts() -> None:
     """vLLM makes a line for every set of adapters there ever was; the value is when it was so last."""
     page = b"""
