@@ -209,11 +209,9 @@ class Proxy:
         return marked.parsed, marked.headers
 
     def _asked(self, target: str, path: str, headers: RawHeaders, given_id: bytes, parsed: Parsed) -> Asked:
-        stored = parsed.previous_response_id
-        walk = False
+        stored = parsed.previous_response_id  # vLLM looks for it before anything else: a 404 has cost nothing
         if path.startswith("/v1/responses/") and path.count("/") >= 3:
             stored = path.split("/")[3]
-            walk = True
         pod = self._parts.homes.home(stored) if stored else None
         only = None
         if pod is not None:
@@ -227,7 +225,7 @@ class Proxy:
             authorization=self._authorization,
             pod_key=self._pod_key,
             only=only,
-            walk=walk and only is None,
+            walk=stored is not None and path.startswith("/v1/responses") and only is None,
             asking=self._place(headers, path, parsed, stored=stored is not None),
         )
 

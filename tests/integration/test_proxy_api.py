@@ -157,7 +157,10 @@ def stores(replies: Sequence[dict], *, streamed: bool = False) -> Script:
 
     async def script(served: Served) -> None:
         path = served.received.target.split("?")[0]
-        if path == "/v1/responses":
+        known = json.loads(served.received.body or b"{}").get("previous_response_id")
+        if path == "/v1/responses" and known is not None and known not in held:
+            await served.reply(404, {"error": {"message": "no such response", "type": "invalid_request_error"}})
+        elif path == "/v1/responses":
             answer = waiting.pop(0)
             held[answer["id"]] = answer
             if streamed:
@@ -204,12 +207,17 @@ async def test_a_follow_up_goes_to_the_pod_that_holds_its_beginning() -> None:
 
 
 async def test_a_response_another_router_stored_is_looked_for_pod_by_pod() -> None:
-    pods = [FakePod(stores([])), FakePod(stores([])), FakePod(stores([{"id": "resp_far"}]))]
+    pods = [FakePod(stores([])), FakePod(stores([])), FakePod(stores([{"id": "resp_far"}, {"id": "resp_next"}]))]
     async with world(pods=pods) as w:
         async with w.session.post(f"{pods[2].url}/v1/responses", json={}) as made:
             assert made.status == 200
         reply = await w.session.get(f"{w.url}/v1/responses/resp_far")
         assert json.loads(await reply.read())["id"] == "resp_far"
+        follow_up = {"model": "m", "input": "y", "previous_response_id": "resp_far"}
+        made_there = await w.session.post(f"{w.url}/v1/responses", json=follow_up)
+        assert json.loads(await made_there.read())["id"] == "resp_next", (
+            "after a restart of the router, or by another one"
+        )
         missing = await w.session.get(f"{w.url}/v1/responses/resp_none")
         assert missing.status == 404
         assert json.loads(await missing.read())["error"]["message"] == "no such response"
