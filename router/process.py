@@ -6,8 +6,10 @@ May import: aiohttp.web, router.admin, router.door, router.settings.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from router.door import ApiKeys
 from router.settings import IndexSettings, ServeSettings, SettingsError
 
 log = logging.getLogger("warmroute.process")
+
+DESCRIPTORS_MAX = 1 << 20  # where there is no hard limit
 
 
 async def open_admin(
@@ -62,10 +66,20 @@ def stop_signals() -> asyncio.Event:
     return stop
 
 
+def raise_descriptor_limit() -> None:
+    """Up to what we may have: the usual soft limit of 1,024 carries 500 streams, and only select() ever needed it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # not every system lets us
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run_on_uvloop(main: Callable[[], Any]) -> int:
     """Run a coroutine function to its end; a SettingsError becomes exit status 2 with its cure."""
     import uvloop
 
+    raise_descriptor_limit()
     try:
         uvloop.run(main())
     except SettingsError as exc:

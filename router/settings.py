@@ -131,6 +131,19 @@ class CommonSettings(_Base):
     probe_timeout_s: float = Field(5.0, gt=0, description="limit of one /health or /v1/models probe")
     pod_api_key: str | None = Field(None, description="the pods' own --api-key, sent to them as a bearer token")
 
+    @field_validator("redis_url", "pod_api_key", "key_seed", mode="before")
+    @classmethod
+    def _without_newline(cls, value: Any) -> Any:
+        """A Secret made from a file ends with one, and it would go into a header."""
+        return value.strip() if isinstance(value, str) else value
+
+    @field_validator("pod_api_key")
+    @classmethod
+    def _fits_a_header(cls, value: str | None) -> str | None:
+        if value is not None and not (value.isascii() and value.isprintable() and value):
+            raise ValueError("must be printable ASCII in one line, since it is sent in a header")
+        return value
+
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, value: str | None) -> str | None:

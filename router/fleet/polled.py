@@ -131,7 +131,7 @@ def lines_of(path: Path) -> Look:
     async def look() -> list[PodSpec]:
         nonlocal taken, seen
         try:
-            text = await asyncio.to_thread(path.read_text)
+            text = await asyncio.to_thread(path.read_text, encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as exc:
             raise LookError(f"--pods-file {path} cannot be read: {type(exc).__name__}", "http") from exc
         if taken is None or text == seen:  # else it may be half written

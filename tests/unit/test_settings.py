@@ -1,6 +1,7 @@
 """What a wrong setting is answered: which one, why, and what to do."""
 
 import errno
+import resource
 import runpy
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from router.app import proxy_limits
 from router.cli import main
 from router.fleet.build import build_fleet, fleet_specs
-from router.process import cannot_listen
+from router.process import cannot_listen, raise_descriptor_limit
 from router.settings import IndexSettings, ServeSettings, SettingsError, pairs, read
 
 POD = ["http://10.0.0.1:8000"]
@@ -62,6 +63,32 @@ def test_a_secret_that_cannot_be_used_is_not_shown(url: str, capsys: pytest.Capt
     told = capsys.readouterr().err
     assert "--redis-url" in told
     assert "s3" not in told
+
+
+def test_a_secret_made_from_a_file_ends_with_a_newline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "POD_API_KEY": "k\n",
+        "REDIS_URL": " redis://h\r\n",
+        "KEY_SEED": "s\n",
+        "API_KEY": "a\n",
+    }.items():
+        monkeypatch.setenv(f"WARMROUTE_{name}", value)
+    settings = read(ServeSettings, {})
+    assert (settings.pod_api_key, settings.redis_url, settings.key_seed) == ("k", "redis://h", "s")
+    assert settings.api_key == ["a"]
+    for bad in ("two\nlines", "schl\u00fcssel", " "):
+        with pytest.raises(SettingsError, match="one line"):
+            read(ServeSettings, {"pod_api_key": bad})
+
+
+def test_descriptors_are_had_as_many_as_may_be() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_h66_times_that_do_not_fit_each_other_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

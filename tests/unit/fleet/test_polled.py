@@ -41,7 +41,7 @@ def by_file(path: Path, heard: Heard) -> PolledDiscovery:
 
 async def test_a_file_is_read_again(tmp_path: Path) -> None:
     path, heard = tmp_path / "pods", Heard()
-    path.write_text("# ours\nhttp://a:8000,events=tcp://a:5557 # the first\n\n")
+    path.write_text("\ufeff# an editor's mark\nhttp://a:8000,events=tcp://a:5557 # the first\n\n")
     discovery = by_file(path, heard)
     await discovery.once()
     await discovery.once()
