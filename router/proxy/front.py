@@ -253,7 +253,7 @@ class ClientGone(web.StreamResponse):
 
 
 def _reason(reason: str) -> bytes:
-    return reason.encode("utf-8", "replace")
+    return reason.encode("latin-1", "replace")  # as it was decoded
 
 
 def _reset_on_close(transport: asyncio.Transport) -> None:

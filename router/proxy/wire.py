@@ -162,12 +162,20 @@ class ReplyParser:
             self.headers = [h for h in self.headers if h[0].lower() != b"content-length"]
             self.state = "chunk_size"
         elif lengths:
-            self._left = int(lengths.pop())
+            length = lengths.pop()
+            self._say_length_once(length)
+            self._left = int(length)
             self.state = "length" if self._left else "done"
         else:
             self.delimited_by_close = True
             self.keep_alive = False
             self.state = "until_close"
+
+    def _say_length_once(self, length: bytes) -> None:
+        """Said twice alike it is one length (RFC 9110, 8.6), but clients need not take it so."""
+        own = [h for h in self.headers if h[0].lower() == b"content-length"]
+        if own[0][1] != length or len(own) > 1:
+            self.headers = [h for h in self.headers if h not in own] + [(own[0][0], length)]
 
     # -- body -------------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from router.core.types import BlockKey, IndexUnavailable
+from router.core.types import Add, BlockKey, IndexUnavailable, WorkerAddress, WorkerId
 from router.index.link import Link
-from router.index.redis import RedisIndexReader
+from router.index.redis import RedisIndexReader, RedisIndexWriter
 from router.ops import Metrics
 from router.settings import SettingsError
 from tests.fakes.redis_servers import Server, running
@@ -61,6 +61,20 @@ async def test_a_host_that_died_is_noticed_by_those_who_only_listen(server: Serv
         await link.drop(conn)
     finally:
         await link.close()
+
+
+async def test_an_acl_that_allows_no_name_is_no_reason_not_to_work(server: Server) -> None:
+    server.command(
+        "ACL", "SETUSER", "few", "on", ">p", "~*", "&*", "+@read", "+@write", "+@scripting", "+@pubsub", "+time"
+    )
+    writer = RedisIndexWriter(server.url.replace("//", "//few:p@"), seed="s")
+    worker = WorkerId(WorkerAddress("http://a"), "life")
+    try:
+        await writer.register(worker)
+        await writer.apply(worker, [Add(tuple(KEYS))])
+        await writer.maintain()
+    finally:
+        await writer.close()
 
 
 @pytest.mark.parametrize("url", ["redis://h?nonsense=1", "redis://h?max_connections=x", "rediss://h?ssl_cert_reqs=x"])

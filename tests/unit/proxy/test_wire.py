@@ -119,6 +119,12 @@ def test_replies_without_body(method: str, head: bytes) -> None:
     assert parse([b"HTTP/1.1 " + head + b"\r\n\r\n"], method)[2:] == (b"", True, False)
 
 
+@pytest.mark.parametrize("said", [b"Content-Length: 2, 2", b"Content-Length: 2\r\ncontent-length: 2"])
+def test_a_length_that_is_said_twice_goes_on_once(said: bytes) -> None:
+    _, headers, body, done, _ = parse([b"HTTP/1.1 200 OK\r\n" + said + b"\r\nA: 1\r\n\r\n{}"])
+    assert (headers, body, done) == ([(b"A", b"1"), (b"Content-Length", b"2")], b"{}", True)
+
+
 def test_a_reply_until_the_close_is_whole_only_then() -> None:
     wire = b"HTTP/1.1 200 OK\r\n\r\nabc"
     assert parse([wire])[3] is False
