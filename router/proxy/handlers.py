@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from urllib.parse import unquote
 
 import msgspec
@@ -173,7 +174,8 @@ class Proxy:
         parts, limits = self._parts, self._parts.limits
         parsed = NOTHING
         if held.body or request.method == "POST":
-            parsed = parse(
+            read = partial(
+                parse,
                 path,
                 request.raw_headers if held.body else (),
                 held.body or b"",
@@ -181,6 +183,8 @@ class Proxy:
                 form_search_max_bytes=limits.multipart_search_max_bytes,
                 thorough=limits.tenant_salt,
             )
+            packed = held.body is not None and "Content-Encoding" in request.headers
+            parsed = await asyncio.to_thread(read) if packed else read()  # a small body may become a long text
         await self._check_model(parsed)
         record.model = parsed.model
         headers: RawHeaders = request.raw_headers

@@ -21,6 +21,7 @@ from router.route import RouteRequest
 NEEDS_MODEL = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"})
 """Routes whose body must be a JSON object that names a model. Elsewhere a body without one goes by load."""
 FORM_PARTS_MAX = 256
+FORM_HEAD_MAX_BYTES = 16384  # of one part
 FORM_TAIL_BYTES = 65536  # of a long form, looked through for fields that come after the file
 MODEL_NAME_MAX_BYTES = 4096
 
@@ -155,7 +156,7 @@ def inflate(coding: bytes | None, body: bytes, *, max_bytes: int) -> bytes | Non
 
 
 _BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,200})"|([^;\s]{1,200}))', re.IGNORECASE)
-_NAME = re.compile(rb'content-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r\n|$)', re.IGNORECASE)
+_NAME = re.compile(rb';\s*name="?model"?\s*(?:;|$)', re.IGNORECASE)
 
 
 def form_model(*, kind_raw: bytes, body: bytes) -> str | None:
@@ -173,10 +174,16 @@ def form_model(*, kind_raw: bytes, body: bytes) -> str | None:
         if head_end < 0:
             return None
         at = body.find(b"\r\n" + delimiter, head_end + 2)
-        if _NAME.search(body[start:head_end]):
+        if head_end - start <= FORM_HEAD_MAX_BYTES and _names_model(body[start:head_end]):
             value = body[head_end + 4 : at] if at >= 0 else b""
             return value.decode("utf-8", "replace").strip() if 0 < len(value) <= MODEL_NAME_MAX_BYTES else None
     return None
+
+
+def _names_model(head: bytes) -> bool:
+    """A part's head says that it is the field `model`. Line by line: a search through all of it can take for ever."""
+    lines = head.split(b"\r\n")
+    return any(line[:20].lower() == b"content-disposition:" and _NAME.search(line) for line in lines)
 
 
 def route_request(endpoint: str, parsed: Parsed, *, body_bytes: int, policy: str | None) -> RouteRequest:

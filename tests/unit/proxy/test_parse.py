@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,18 @@ def test_inflating_gives_the_text_or_nothing(text: bytes) -> None:
 )
 def test_the_model_field_of_a_form(body: bytes, model: str | None) -> None:
     assert form_model(kind_raw=b"multipart/form-data; boundary=B", body=body) == model
+
+
+@pytest.mark.parametrize(
+    "head", [b"content-disposition: " * 40_000, b"content-disposition: x" + b";" * 800_000, b"a\r\n" * 300_000]
+)
+def test_no_form_holds_everybody_up(head: bytes) -> None:
+    """One of 800 KB took three minutes, in which nobody else was served."""
+    began_s = time.monotonic()
+    assert (
+        form_model(kind_raw=b"multipart/form-data; boundary=B", body=b"--B\r\n" + head + b"\r\n\r\nm\r\n--B--") is None
+    )
+    assert time.monotonic() - began_s < 2.0
 
 
 @given(st.binary(max_size=200))
