@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUseDefault
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -60,6 +61,8 @@ class _Base(BaseSettings):
     @classmethod
     def _split_lists(cls, value: Any, info: Any) -> Any:
         field = cls.model_fields[info.field_name]
+        if isinstance(value, str) and info.field_name.endswith("port") and value.startswith(("tcp://", "udp://")):
+            raise PydanticUseDefault  # Kubernetes' own WARMROUTE_PORT in the namespace of a Service called warmroute
         if isinstance(value, str) and typing.get_origin(field.annotation) is list:
             return value.split()
         return value

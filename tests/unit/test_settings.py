@@ -81,6 +81,15 @@ def test_a_secret_made_from_a_file_ends_with_a_newline(monkeypatch: pytest.Monke
             read(ServeSettings, {"pod_api_key": bad})
 
 
+def test_kubernetes_own_variables_for_a_service_called_warmroute_are_no_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"PORT": "tcp://10.0.0.1:80", "SERVICE_PORT": "80", "PORT_80_TCP_ADDR": "10.0.0.1"}.items():
+        monkeypatch.setenv(f"WARMROUTE_{name}", value)
+    assert read(ServeSettings, {}).port == 8080
+    assert read(ServeSettings, {"port": "81"}).port == 81
+
+
 def test_descriptors_are_had_as_many_as_may_be() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
