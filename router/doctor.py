@@ -26,7 +26,7 @@ from router.core.hashing import usable_blocks
 from router.diagnosis import Facts, diagnose, port_of
 from router.fleet.fleet import source_rows
 from router.tokenize.canary import first_difference
-from router.tokenize.load import LoadFailure, is_at_hand, load
+from router.tokenize.load import LoadFailure, is_at_hand, load, may_be_fetched
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.pod import tokenize_body
 from router.tokenize.port import PromptTokens
@@ -192,12 +192,14 @@ async def _hits(http: aiohttp.ClientSession) -> float:
 
 
 async def _compare_tokens(http: aiohttp.ClientSession, facts: Facts, tokenizer: str | None) -> None:
-    source = tokenizer or (facts.root if facts.root and is_at_hand(facts.root) else None)
+    root = facts.root or ""
+    here = bool(root) and is_at_hand(root)
+    source = tokenizer or (root if here or may_be_fetched(root) else None)
     if source is None:
         facts.tokenizer_error = "no tokenizer for this model on this machine"
         return
     try:
-        exported = await asyncio.to_thread(load, source, offline=tokenizer is None, deadline_s=300)
+        exported = await asyncio.to_thread(load, source, offline=here and tokenizer is None, deadline_s=300)
         renderer = await asyncio.to_thread(ModelRenderer, exported, ModelOptions())
     except (LoadFailure, ValueError) as exc:
         facts.tokenizer_error = f"cannot load {source}: {exc}"

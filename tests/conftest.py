@@ -6,6 +6,7 @@ Hypothesis tries the same examples everywhere and takes its time: a slow machine
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -16,6 +17,8 @@ settings.register_profile(
     "house", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("house")
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub, in this process or a child's
 
 ON_UVLOOP = ("test_proxy_", "test_upstream", "test_real_clients", "test_chaos")
 

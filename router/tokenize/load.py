@@ -4,6 +4,7 @@ May import: the standard library, msgspec, router.tokenize.export.
 """
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,9 @@ import msgspec
 
 from router.tokenize.export import Exported
 
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # ORGANISATION/NAME; a bare name may be anybody's word
+_TRUE = ("1", "on", "yes", "true")
+
 
 class LoadFailure(Exception):
     """The tokenizer could not be had; the text says why, in one line fit for an operator."""
@@ -22,6 +26,12 @@ class LoadFailure(Exception):
 def is_at_hand(source: str) -> bool:
     """Can `source` be loaded without the network: a local folder, or a model in the hub cache?"""
     return os.path.isdir(source) or _hub_snapshots(source).is_dir()
+
+
+def may_be_fetched(source: str) -> bool:
+    """Is `source` the id of a repository on the hub, by its look, and may the hub be asked (HF_HUB_OFFLINE)?"""
+    offline = any(os.environ.get(name, "").lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return not offline and _REPOSITORY.fullmatch(source) is not None
 
 
 def _hub_snapshots(model_id: str) -> Path:

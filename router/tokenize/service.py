@@ -21,7 +21,7 @@ from router.core.types import Clock
 from router.ops import Metrics
 from router.tokenize.canary import Difference, first_difference
 from router.tokenize.chat import Unrenderable
-from router.tokenize.load import is_at_hand, load
+from router.tokenize.load import is_at_hand, load, may_be_fetched
 from router.tokenize.model import ModelOptions, ModelRenderer, TextJob
 from router.tokenize.pod import AskPod, PodBudget
 from router.tokenize.port import NoTokens, PromptTokens
@@ -68,6 +68,7 @@ class TokenService:
         clock: Clock = time.monotonic,
         loader: Loader = load,
         at_hand: Callable[[str], bool] = is_at_hand,
+        may_be_fetched: Callable[[str], bool] = may_be_fetched,
     ) -> None:
         self.limits = limits or TokenLimits()
         self._shelf = Shelf(
@@ -79,6 +80,7 @@ class TokenService:
             watch_one_in=self.limits.watch_one_in,
             loader=loader,
             at_hand=at_hand,
+            may_be_fetched=may_be_fetched,
         )
         self._budget: PodBudget | None = None
         if ask_pod is not None:
@@ -113,8 +115,8 @@ class TokenService:
     ) -> None:
         """A pod serves `model` (its base id), known to clients as `names`; `source` is its root path or hub id.
 
-        Cheap and idempotent: call it whenever a model is learnt. Without a setting for the model or a name of it, only
-        a local folder or the hub's cache is used.
+        Cheap and idempotent: call it whenever a model is learnt. Without a setting for the model or a name of it: a
+        local folder, the hub's cache, else the hub, under the source's name or one of the model's.
         """
         self._shelf.ensure(model, source, names=names, max_model_len_tokens=max_model_len_tokens)
 

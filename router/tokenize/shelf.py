@@ -40,7 +40,8 @@ class Tokenizer(msgspec.Struct):
     """One model's tokenizer as known now. Owned by the event loop."""
 
     source: str
-    configured: bool  # named by a setting: the hub may be asked
+    places: tuple[str, ...]  # where it may be, the likeliest first: the source, and what the model is called
+    configured: bool  # named by a setting
     options: ModelOptions
     parity: Parity
     partings: PartingWatch
@@ -98,6 +99,7 @@ class Shelf:
         watch_one_in: int,
         loader: Loader,
         at_hand: Callable[[str], bool],
+        may_be_fetched: Callable[[str], bool],
     ) -> None:
         self._configured = dict(tokenizers)
         self._options = dict(options)
@@ -107,6 +109,7 @@ class Shelf:
         self._watch_one_in = watch_one_in
         self._load = loader
         self._at_hand = at_hand
+        self._may_be_fetched = may_be_fetched
         self._tokenizers: dict[str, Tokenizer] = {}  # by configured name or source
         self._names: dict[str, str] = {}  # base id or served name -> key of _tokenizers
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer-load")
@@ -161,6 +164,7 @@ class Shelf:
         named = (self._options[name] for name in (*names, key, "*") if name in self._options)
         made = self._tokenizers[key] = Tokenizer(
             source=source,
+            places=tuple(dict.fromkeys((source, *names))),
             configured=configured,
             options=next(named, ModelOptions()),
             parity=Parity(one_in=self._compare_one_in),
@@ -173,8 +177,9 @@ class Shelf:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                if found.configured or await loop.run_in_executor(self._threads, self._at_hand, found.source):
-                    model = await loop.run_in_executor(self._threads, self._build, found)
+                known, offline = await loop.run_in_executor(self._threads, self._look_for, found)
+                if known:
+                    model = await loop.run_in_executor(self._threads, self._build, found, offline)
                     model.options = found.options  # they may have been learnt meanwhile
                     found.model, found.state, found.error = model, "ready", ""
                     found.attempts += 1
@@ -189,10 +194,19 @@ class Shelf:
             found.attempts += 1
             await asyncio.sleep(min(wait_s, self._limits.retry_max_s))
 
-    def _build(self, found: Tokenizer) -> ModelRenderer:
-        exported = self._load(
-            found.source, offline=not found.configured, deadline_s=self._limits.deadline_s, stop=self._stop
-        )
+    def _look_for(self, found: Tokenizer) -> tuple[bool, bool]:
+        """Is there anything to load, and without the hub? A root that is a path of the pod's own says nothing here."""
+        if found.configured:
+            return True, False
+        here = next(filter(self._at_hand, found.places), None)
+        there = next(filter(self._may_be_fetched, found.places), None)
+        offline = there is None or (here is not None and not found.attempts)  # in part only? Then the hub is next
+        source = here if offline else there
+        found.source = source or found.source
+        return source is not None, offline
+
+    def _build(self, found: Tokenizer, offline: bool) -> ModelRenderer:
+        exported = self._load(found.source, offline=offline, deadline_s=self._limits.deadline_s, stop=self._stop)
         return ModelRenderer(exported, found.options, cache_max_bytes=self._cache_max_bytes)
 
 

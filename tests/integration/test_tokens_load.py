@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tokenize.load import LoadFailure, is_at_hand, load
+from router.tokenize.load import LoadFailure, is_at_hand, load, may_be_fetched
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-model"
 
@@ -37,6 +37,26 @@ def test_what_is_not_there_fails_with_one_line(source: str) -> None:
         load(source, offline=True, deadline_s=300)
     assert str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "offline", "expected"),
+    [
+        ("Qwen/Qwen3-32B", "", True),
+        ("Qwen/Qwen3-32B", "0", True),
+        ("Qwen/Qwen3-32B", "1", False),
+        ("/models/Qwen3", "", False),
+        ("models/a/b", "", False),
+        ("../Qwen3", "", False),
+        ("tiny", "", False),
+        ("", "", False),
+    ],
+)
+def test_the_hub_is_asked_for_what_looks_like_its_ids(
+    source: str, offline: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    assert may_be_fetched(source) is expected
 
 
 def test_a_broken_folder_fails_with_one_line(tmp_path: Path) -> None:

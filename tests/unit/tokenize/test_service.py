@@ -66,20 +66,64 @@ async def test_a_configured_served_name_counts_for_the_base_model() -> None:
         await service.close()
 
 
-async def test_an_unset_model_is_loaded_only_from_what_is_at_hand(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("model", "names", "here", "expected"),
+    [
+        pytest.param("/models/here", (), {"/models/here"}, [("/models/here", True)], id="a folder"),
+        pytest.param("org/model", (), {"org/model"}, [("org/model", True)], id="the hub's cache, without the hub"),
+        pytest.param("org/model", ("tiny",), set(), [("org/model", False)], id="else the hub"),
+        pytest.param("/pods/own", ("org/model",), set(), [("org/model", False)], id="the pod's path is not here"),
+        pytest.param("/pods/own", ("org/model",), {"org/model"}, [("org/model", True)], id="but its id is cached"),
+    ],
+)
+async def test_where_the_tokenizer_of_an_unset_model_comes_from(
+    model: str, names: tuple[str, ...], here: set[str], expected: list[tuple[str, bool]]
+) -> None:
     asked: list[tuple[str, bool]] = []
 
     def loader(source: str, *, offline: bool, **_: Any) -> Exported:
         asked.append((source, offline))
         return tiny_exported()
 
-    service = TokenService(loader=loader, at_hand=lambda source: source == "/models/here")
+    service = TokenService(loader=loader, at_hand=here.__contains__, may_be_fetched=lambda s: s.startswith("org/"))
     await service.start()
     try:
-        service.ensure("here", "/models/here")
+        service.ensure(model, names=names)
+        await settled(service)
+        assert asked == expected
+        assert isinstance(await service.prompt(model=model, endpoint="/v1/chat/completions", body=CHAT), PromptTokens)
+    finally:
+        await service.close()
+
+
+async def test_what_the_cache_has_in_part_only_is_fetched() -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def loader(source: str, *, offline: bool, **_: Any) -> Exported:
+        asked.append((source, offline))
+        if offline:
+            raise LoadFailure("tokenizer.json is missing")
+        return tiny_exported()
+
+    limits = TokenLimits(load=LoadLimits(retry_first_s=0.01))
+    service = TokenService(loader=loader, limits=limits, at_hand=lambda _: True, may_be_fetched=lambda _: True)
+    await service.start()
+    try:
+        service.ensure("org/model")
+        async with asyncio.timeout(60):
+            while service.status()["models"]["org/model"]["state"] != "ready":
+                await asyncio.sleep(0.01)
+        assert asked == [("org/model", True), ("org/model", False)]
+    finally:
+        await service.close()
+
+
+async def test_what_is_nowhere_is_told_with_its_cure(caplog: pytest.LogCaptureFixture) -> None:
+    service = TokenService(loader=returns_tiny, at_hand=lambda _: False, may_be_fetched=lambda _: False)
+    await service.start()
+    try:
         service.ensure("gone", "/models/gone")
         await settled(service)
-        assert asked == [("/models/here", True)]
         assert service.status()["models"]["/models/gone"]["state"] == "absent"
         assert caplog.messages[0].startswith("tokenizer /models/gone: not on this machine; --tokenizer gone=PATH ")
     finally:
