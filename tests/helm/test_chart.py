@@ -395,6 +395,7 @@ def test_valkey_keeps_within_its_memory(render: Render) -> None:
         ("router.replicas=two", "replicas"),
         ("router.hpa.enabled=true,router.hpa.minReplicas=20", "minReplicas is 20"),
         ("serviceAccount.create=false", "serviceAccount.name"),
+        ("discovery.namespace=gpu,vllm.models[0].name=a,vllm.models[0].model=b", "never be found"),
         ("router.resources.limits.memory=512Mi", "router.bufferedBodiesMaxBytes"),
         ("router.resources.limits.memory=0.7G", "router.bufferedBodiesMaxBytes"),
         ("index.shared=true,valkey.maxMemoryMiB=1500", "valkey.resources.limits.memory"),

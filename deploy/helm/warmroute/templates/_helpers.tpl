@@ -184,6 +184,9 @@ capabilities:
 {{- if and .Values.discovery.service .Values.discovery.selector -}}
 {{- fail "discovery.service and discovery.selector are both set; give one of them" -}}
 {{- end -}}
+{{- if and .Values.vllm.models (ne (include "warmroute.discoveryNamespace" .) .Release.Namespace) -}}
+{{- fail (printf "vllm.models makes pods in %s, but discovery.namespace is %s: they would never be found; leave one of the two out" .Release.Namespace .Values.discovery.namespace) -}}
+{{- end -}}
 {{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
 {{- fail "serviceAccount.create is off: name the one to use in serviceAccount.name" -}}
 {{- end -}}
