@@ -120,9 +120,13 @@ def test_the_compose_file_fits_the_image_and_itself() -> None:
     services = yaml.safe_load((ROOT / "deploy" / "compose" / "compose.yaml").read_text())["services"]
     flags = vars(build_parser().parse_args(services["router"]["command"]))
     settings = read(ServeSettings, flags)
-    assert settings.service in services
+    pods = [s for name, s in services.items() if name != "router"]
+    assert all(settings.service in s["networks"]["default"]["aliases"] for s in pods)
+    gpus = [s["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for s in pods]
+    assert gpus == [["0"], ["1"]], "each its own: a count of 1 is GPU 0 for every container"
     build_discovery(settings, lambda pods: None, Metrics())
-    vllm = services["vllm"]["command"]
+    vllm = services["vllm-0"]["command"]
+    assert vllm == services["vllm-1"]["command"]
     events = json.loads(next(a.partition("=")[2] for a in vllm if a.startswith("--kv-events-config=")))
     assert events["endpoint"] == f"tcp://*:{settings.events_port}"
     assert events["replay_endpoint"] == f"tcp://*:{settings.replay_port}"
@@ -130,4 +134,4 @@ def test_the_compose_file_fits_the_image_and_itself() -> None:
     assert settings.drain_s < int(services["router"]["stop_grace_period"].removesuffix("s"))
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert services["router"]["image"] == f"warmroute:{chart['appVersion']}"
-    assert services["vllm"]["image"] == yaml.safe_load((CHART / "values.yaml").read_text())["vllm"]["image"]
+    assert services["vllm-0"]["image"] == yaml.safe_load((CHART / "values.yaml").read_text())["vllm"]["image"]
