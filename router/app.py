@@ -105,6 +105,7 @@ class Parts:
                 local_ttl_no_events_s=settings.local_ttl_no_events_s,
                 prefill_tokens_per_s=settings.prefill_tokens_per_s,
                 lora_load_s=settings.lora_load_s,
+                overload_prefill_s=settings.overload_prefill_s,
             ),
             peers=self.exchange.peers if self.exchange else None,
             control=control,

@@ -19,7 +19,12 @@ from rich.text import Text
 TIMEOUT_S = 30.0
 FIGURES_WIDTH = 100  # columns beside the pod's name, which is never cut: a narrow terminal breaks lines instead
 _WHERE = "give the router's admin port as --url http://HOST:PORT"
-_HEADS = ("matched", "to do", "queue s", "own s", "regret s", "KV s", "LoRA s", "company", "price")
+_HEADS = ("matched", "to do", "placed", "queue s", "own s", "regret s", "KV s", "LoRA s", "company", "price")
+_WHY = {
+    "prefix": "* the least price; among quiet pods that hold nearly all of it, the first in the prompt's own order",
+    "placement": "* nobody holds it: the fewest tokens of such prompts placed lately, among pods near the least price",
+    "approximate": "* by this router's own memory of the request's text, for its tokens are not known",
+}
 
 
 def run(argv: list[str]) -> int:
@@ -86,14 +91,17 @@ def show(answer: dict[str, Any]) -> None:
         console.print("no pod that is known serves this model; /ready and /debug/pods say which pods there are and why")
         return
     console.print(f"prompt: {_prompt(answer)}; {answer['crowd_requests']} in flight share it", markup=False)
+    if answer.get("would_wait"):
+        console.print("every pod has more to compute than --overload-prefill-s: it would wait in the router first")
     table = Table("pod", *(Column(head, justify="right") for head in _HEADS), box=None, pad_edge=False)
     for row in sorted(answer["workers"], key=lambda r: float(r["terms"]["price"])):
         t = row["terms"]
         rank = f" rank {row['rank']}" if row["rank"] else ""
         table.add_row(
-            Text(row["pod"].removeprefix("http://") + rank, no_wrap=True),
+            Text(row["pod"].removeprefix("http://") + rank + " *" * row["chosen"], no_wrap=True),
             str(row["matched_tokens"]),
             str(row["uncached_tokens"]),
+            str(row["placed_tokens"]),
             *(f"{t[k]:.3f}" for k in ("queue_s", "own_s", "regret_s", "kv_s", "adapter_s")),
             f"{t['company']:.0f}",
             f"{t['price']:.3f}",
@@ -104,9 +112,9 @@ def show(answer: dict[str, Any]) -> None:
             console.print(
                 f"of {row['pod'].removeprefix('http://')}, other routers have: {_counts(theirs)}", markup=False
             )
-    console.print(
-        "price of the policy prefix = (queue + own + regret + KV) x company; the least wins (docs/policies.md)"
-    )
+    if answer["policy"] == "prefix" and (why := _WHY.get(choice or "")):
+        console.print(why)
+    console.print("price of the policy prefix = (queue + own + regret + KV + LoRA) x company (docs/policies.md)")
 
 
 def _trial(answer: dict[str, Any]) -> list[str]:

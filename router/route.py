@@ -25,6 +25,7 @@ from router.index.local import LocalView
 from router.index.port import Held, IndexReader
 from router.ops import Metrics
 from router.peers import Peers
+from router.policy.overload import overloaded
 from router.policy.pick import (
     Best,
     Candidate,
@@ -133,6 +134,7 @@ class RouteLimits(msgspec.Struct, frozen=True, kw_only=True):
     local_ttl_no_events_s: float = 600.0
     prefill_tokens_per_s: float = 20_000.0
     lora_load_s: float = 0.5
+    overload_prefill_s: float = 0.0  # only to say what `Waiting` would do; 0: nobody waits
 
 
 class Conductor:
@@ -189,14 +191,18 @@ class Conductor:
 
     async def prepare(self, request: RouteRequest) -> Prepared:
         """Tokens, keys and the index's answer. Never raises for a request's content: it degrades, counted."""
+        prepared = await self._prepare(request)
+        if isinstance(prepared.tokens, NoTokens):
+            self._metrics.token_fallbacks.labels(reason=prepared.tokens.reason).inc()
+        return prepared
+
+    async def _prepare(self, request: RouteRequest) -> Prepared:
         tokens: PromptTokens | NoTokens | None = None
         chains: dict[KeySpace, Chain] = {}
         listed = self._roster.of(request.model).entries
         if request.endpoint in EXACT_ENDPOINTS and request.body and listed:
             base = listed[0].pod.base_model(request.model) or request.model or ""
             tokens = await self._tokens.prompt(model=base, endpoint=request.endpoint, body=request.body)
-            if isinstance(tokens, NoTokens):
-                self._metrics.token_fallbacks.labels(reason=tokens.reason).inc()
             for space in self._roster.of(request.model).spaces:
                 chains[space] = await self._chain(space, request, tokens)
         policy, arm = self._draw(request)
@@ -291,7 +297,7 @@ class Conductor:
         booking = self._book(prepared, view, crowd_key)
         if decision.reason == "placement":
             self.bookings.place(decision.worker, prepared.work_tokens)
-        self._metrics.decisions.labels(policy=name, reason=decision.reason).inc()
+        self._metrics.decisions.labels(policy=name, reason=_reason(prepared, decision)).inc()
         if prepared.prompt_tokens is not None:
             self._metrics.prompt_tokens.labels(policy=name).inc(prepared.prompt_tokens)
             self._metrics.matched_tokens.labels(policy=name).inc(view.gpu_tokens)
@@ -339,7 +345,7 @@ class Conductor:
             data_parallel_rank=decision.worker.rank if ranked else None,
             booking=booking,
             policy=policy,
-            reason=decision.reason if isinstance(prepared.tokens, PromptTokens) else _why_inexact(prepared, decision),
+            reason=_reason(prepared, decision),
             prompt_tokens=known,
             matched_tokens=view.gpu_tokens if known is not None else None,
             indexed_tokens=view.indexed_tokens if known is not None else None,
@@ -440,15 +446,18 @@ class Conductor:
     # -- explaining -------------------------------------------------------------------------------------------------
 
     async def explain(self, request: RouteRequest) -> dict[str, Any]:
-        """What would be done with this request now, and why; nothing is booked or sent."""
-        prepared = await self.prepare(request)
+        """What would be done with this request now, and why; nothing is booked, counted or sent."""
+        prepared = await self._prepare(request)
         views = self._views(prepared, frozenset(), everybody=True)
         crowd_key = _deepest(views)
         routing = self._routing_request(prepared, crowd_key)
         name = request.policy or self._policy
         candidates = [v.candidate for v in views]
         decision = self._policies[name](candidates, routing, self._costs, self._rng)
+        if isinstance(decision, Chosen):
+            decision = msgspec.structs.replace(decision, reason=_reason(prepared, decision))
         best = best_of(candidates, routing) if candidates else Best(0, 1)
+        limit_s = self._limits.overload_prefill_s
         return {
             "model": request.model,
             "policy": name,
@@ -457,9 +466,13 @@ class Conductor:
             "crowd_requests": routing.crowd_requests,
             "choice": msgspec.to_builtins(decision),
             "chosen_pod": _pod_name(views, decision),
+            "would_wait": limit_s > 0 and overloaded(candidates, routing, limit_s),
             "control": msgspec.to_builtins(self._control),
             "shadow": self._shadow_shown(views, routing),
-            "workers": [self._row(v, best, routing) for v in views],
+            "workers": [
+                {**self._row(v, best, routing), "chosen": v.candidate.worker == getattr(decision, "worker", None)}
+                for v in views
+            ],
         }
 
     def _shadow_shown(self, views: Sequence[_View], routing: RoutingRequest) -> dict[str, Any] | None:
@@ -507,7 +520,10 @@ def _deepest(views: Sequence[_View]) -> BlockKey | None:
     return key
 
 
-def _why_inexact(prepared: Prepared, decision: Chosen) -> str:
+def _reason(prepared: Prepared, decision: Chosen) -> str:
+    """A policy takes what it is told for tokens; here it is known what they are."""
+    if isinstance(prepared.tokens, PromptTokens):
+        return decision.reason
     if prepared.tokens is None:
         return decision.reason if decision.reason not in ("prefix", "placement") else "load"
     return "approximate"

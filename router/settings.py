@@ -178,7 +178,8 @@ class ServeSettings(CommonSettings):
     )
     tokenizer: Many = Field(
         default_factory=list,
-        description="MODEL=PATH_OR_ID: where a model's tokenizer is; repeatable; unset: the model's root or name, from the hub unless HF_HUB_OFFLINE=1",
+        description="MODEL=PATH_OR_ID: where a model's tokenizer is; repeatable; unset: the model's own root or name,"
+        " from the hub unless HF_HUB_OFFLINE=1",
     )
     chat_template: Many = Field(
         default_factory=list,

@@ -61,7 +61,7 @@ class Refused(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """`terms` maps a score's part to its value for the winner; `reason` is a metric label from a closed set."""
+    """`reason` is a metric label from a closed set; `price` is the winner's own, 0 for rules without one."""
 
     worker: WorkerAddress
     matched_tokens: int
@@ -176,7 +176,8 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
         if request.affinity and m_min <= costs.home_miss_ratio * request.prompt_tokens:
             best = [_home(best, able, m_min, request, costs)]
     winner = best[0] if len(best) == 1 else rng.choice(best)
-    return Chosen(worker=winner.worker, matched_tokens=winner.matched_tokens, reason=reason, price=least)
+    its_price = next(p for p, c in priced if c is winner)
+    return Chosen(worker=winner.worker, matched_tokens=winner.matched_tokens, reason=reason, price=its_price)
 
 
 def _least_placed(

@@ -14,7 +14,8 @@ TERMS = {
 
 
 def answer(**fields: Any) -> dict[str, Any]:
-    row = {"pod": POD, "rank": 1, "matched_tokens": 32, "uncached_tokens": 16, "terms": TERMS}
+    row = {"pod": POD, "rank": 1, "matched_tokens": 32, "uncached_tokens": 16, "placed_tokens": 7, "chosen": True}
+    row["terms"] = TERMS
     base: dict[str, Any] = {"model": "m", "policy": "prefix", "prompt_tokens": 48, "tokens": {"exact": True}}
     base |= {"crowd_requests": 0, "choice": {"reason": "prefix"}, "chosen_pod": POD, "workers": [row]}
     return base | fields
@@ -27,7 +28,21 @@ def test_a_pod_is_named_whole_on_a_narrow_terminal(
     explain.show(answer())
     printed = capsys.readouterr().out
     (line,) = [x for x in printed.splitlines() if x.startswith(POD.removeprefix("http://"))]
-    assert line.split()[1:] == ["rank", "1", "32", "16", "0.500", "0.250", "0.000", "0.125", "0.750", "4", "6.500"]
+    assert line.split()[1:] == [
+        "rank",
+        "1",
+        "*",
+        "32",
+        "16",
+        "7",
+        "0.500",
+        "0.250",
+        "0.000",
+        "0.125",
+        "0.750",
+        "4",
+        "6.500",
+    ]
     assert "48 tokens" in printed
 
 

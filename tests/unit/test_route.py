@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
 from router.core.hashing import chain_keys, pack_tokens, root_key
 from router.core.types import Add, BlockKey, Clear, IndexUnavailable, Remove, WorkerAddress, WorkerId
@@ -288,6 +289,46 @@ async def test_explaining_books_nothing() -> None:
     assert shown["chosen_pod"] == "pod-1"
     assert [w["matched_tokens"] for w in shown["workers"]] == [0, 144]
     assert town.fleet.bookings.inflight_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"),
+    [
+        ("/v1/completions", list(range(160)), "placement"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 4000}]}, "approximate"),
+        ("/v1/embeddings", {"input": "x" * 4000}, "load"),
+    ],
+)
+async def test_explain_the_reply_and_the_metric_give_the_same_reason(endpoint: str, body: object, reason: str) -> None:
+    town = Town()
+    request = RouteRequest(endpoint=endpoint, model="m", body=msgspec.json.encode(body))
+    shown = await town.conductor.explain(request)
+    assert town.metrics.value("warmroute_token_fallbacks_total", reason="no_tokenizer") == 0  # nothing was routed
+    served = await town.ask(body, endpoint=endpoint)
+    assert (shown["choice"]["reason"], served.reason) == (reason, reason)
+    assert town.metrics.value("warmroute_decisions_total", policy="prefix", reason=reason) == 1
+
+
+async def test_explain_gives_the_price_of_the_worker_that_is_chosen() -> None:
+    town = Town(pods=2)
+    town.fleet.bookings.place(WorkerAddress("p0"), 9000)  # so the other is next, though a few requests are there
+    for _ in range(3):
+        town.fleet.bookings.hold(WorkerAddress("p1"))
+    shown = await town.conductor.explain(
+        RouteRequest(endpoint="/v1/completions", model="m", body=msgspec.json.encode([9] * 400))
+    )
+    (row,) = [w for w in shown["workers"] if w["chosen"]]
+    assert row["pod"] == shown["chosen_pod"]
+    assert shown["choice"]["price"] == row["terms"]["price"] > min(w["terms"]["price"] for w in shown["workers"])
+
+
+async def test_explain_says_that_a_request_would_wait() -> None:
+    town = Town(limits=RouteLimits(overload_prefill_s=0.3))
+    request = RouteRequest(endpoint="/v1/completions", model="m", body=msgspec.json.encode(list(range(160))))
+    assert not (await town.conductor.explain(request))["would_wait"]
+    for worker in ("p0", "p1"):
+        town.fleet.bookings.hold(WorkerAddress(worker), prefill_tokens=7000)
+    assert (await town.conductor.explain(request))["would_wait"]
 
 
 async def test_weighing_books_nothing_and_sees_what_is_booked() -> None:
