@@ -83,6 +83,7 @@ class Parts:
         self.index: MemoryIndex | RedisIndexReader
         if settings.redis_url:
             self.index = self._shared_index(settings.redis_url)
+            self.index.expect(self._workers_with_events)
         else:
             self.index = MemoryIndex()
             self.indexer = Indexer(self.index, seed=self.seed, metrics=self.metrics)
@@ -182,6 +183,9 @@ class Parts:
 
     async def _ask_tokenize(self, model: str, question: bytes) -> bytes | None:
         return await self.fleet.ask(model, "/tokenize", question, reply_max_bytes=TOKENIZE_REPLY_MAX_BYTES)
+
+    def _workers_with_events(self) -> list[WorkerAddress]:
+        return [w for pod in self.fleet.state.pods.values() if pod.serving and pod.publishes for w in pod.workers]
 
     def _forget(self, pod: str) -> None:
         known = self.fleet.state.pods.get(pod)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -66,10 +66,15 @@ class RedisIndexReader:
         self._feed_up, self._feed_missed = False, True  # what was remembered before the feed is up went unheard
         self._said_up = True
         self._attendance, self._unattended = Attendance(), 0
+        self._expected: Callable[[], Iterable[WorkerAddress]] = tuple
         self._refreshed_s: float | None = None
         self._last_error: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._hurry = asyncio.Event()
+
+    def expect(self, workers: Callable[[], Iterable[WorkerAddress]]) -> None:
+        """`workers()` have events now, so an indexer should keep them: a seed of its own or none at all shows so."""
+        self._expected = workers
 
     async def start(self) -> None:
         """Read the registry if Redis is there, and keep reading it."""
@@ -223,7 +228,7 @@ class RedisIndexReader:
             raise IndexUnavailable("reply")
         registry = parse_registry(flat) if version else EMPTY
         self._refreshed_s = self._clock()
-        self._tell_unattended(self._attendance.unattended(registry, self._refreshed_s))
+        self._tell_unattended(self._attendance.unattended(registry, self._refreshed_s, self._expected()))
         self._take(registry)
 
     def _take(self, registry: Registry) -> None:

@@ -4,7 +4,7 @@ May import: msgspec, router.core, router.index.lua (names only).
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -74,10 +74,10 @@ class Attendance:
     def __init__(self) -> None:
         self._seen: dict[WorkerAddress, tuple[str, float]] = {}  # the lease, and since when it is this one
 
-    def unattended(self, registry: Registry, now_s: float) -> int:
-        """How many live workers no indexer has written for since `UNATTENDED_AFTER_S`."""
+    def unattended(self, registry: Registry, now_s: float, expected: Iterable[WorkerAddress] = ()) -> int:
+        """How many workers, live or `expected` to be, no indexer has written for since `UNATTENDED_AFTER_S`."""
         seen, self._seen = self._seen, {}
-        for address in registry.lives:
+        for address in {*registry.lives, *expected}:
             lease = registry.leases.get(address, "")
             known = seen.get(address)
             self._seen[address] = known if known is not None and known[0] == lease else (lease, now_s)

@@ -315,10 +315,10 @@ async def _is(coroutine: Any, value: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def indexing(
-    url: str, publisher: Publisher, address: WorkerAddress = A.address, limits: Limits = LIMITS
+    url: str, publisher: Publisher, address: WorkerAddress = A.address, limits: Limits = LIMITS, seed: str = "s"
 ) -> AsyncIterator[Indexer]:
-    writer = RedisIndexWriter(url, seed="s", deadline_s=2.0)
-    indexer = Indexer(writer, seed="s", metrics=Metrics(), limits=limits)
+    writer = RedisIndexWriter(url, seed=seed, deadline_s=2.0)
+    indexer = Indexer(writer, seed=seed, metrics=Metrics(), limits=limits)
     await indexer.start()
     indexer.set_pods([SourceSpec(address, "m", publisher.events, publisher.replay)])
     try:
@@ -398,6 +398,17 @@ async def test_a_dead_indexer_shows_and_what_it_wrote_is_believed(
                 await until(lambda: reader.status()["unattended_workers"] == 0)
             await until(lambda: reader.status()["unattended_workers"] == 1)
             assert await gpu(reader, keys_of(1, 1)) == 1
+            async with indexing(server.url, publisher):
+                await until(lambda: reader.status()["unattended_workers"] == 0)
+
+
+async def test_an_index_that_nobody_ever_filled_shows(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No indexer runs, or it has another key seed."""
+    monkeypatch.setattr("router.index.registry.UNATTENDED_AFTER_S", 0.8)
+    with contextlib.closing(Publisher()) as publisher:
+        async with indexing(server.url, publisher, seed="another"), reading(server.url) as reader:
+            reader.expect(lambda: [A.address])
+            await until(lambda: reader.status()["unattended_workers"] == 1)
             async with indexing(server.url, publisher):
                 await until(lambda: reader.status()["unattended_workers"] == 0)
 

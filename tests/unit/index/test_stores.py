@@ -157,6 +157,14 @@ def test_a_worker_whose_lease_is_not_renewed_is_unattended_after_a_while() -> No
     assert seen(1e6 + 1, "x|2") == 0  # and one is new
 
 
+def test_a_worker_that_no_indexer_ever_registered_is_unattended_too() -> None:
+    attendance, nobody = Attendance(), parse_registry([])
+    worker = WorkerAddress("http://a")
+    times = (0.0, UNATTENDED_AFTER_S - 0.1, UNATTENDED_AFTER_S)
+    assert [attendance.unattended(nobody, t, [worker]) for t in times] == [0, 0, 1]
+    assert attendance.unattended(nobody, 1e6) == 0  # it does not serve any more
+
+
 def test_a_thousand_pods_come_and_go_and_nothing_grows() -> None:
     async def run() -> None:
         index = MemoryIndex()
