@@ -15,8 +15,8 @@ from router.admin import AdminPages
 from router.door import Lifecycle
 from router.fleet.build import build_fleet, count_pods, discovery_shown, fleet_specs, start_pods
 from router.index.redis_writer import RedisIndexWriter
-from router.ops import Metrics, setup_logging
-from router.process import open_admin, run_on_uvloop, stop_signals
+from router.ops import Metrics
+from router.process import begin_log, open_admin, run_on_uvloop, stop_signals
 from router.settings import IndexSettings, SettingsError
 
 log = logging.getLogger("warmroute.index")
@@ -53,7 +53,7 @@ async def _serve(settings: IndexSettings) -> None:
 
 def serve_index(settings: IndexSettings) -> int:
     """`warmroute index`; returns the exit status."""
-    setup_logging(level=settings.log_level, form=settings.log_format)
+    begin_log(settings)
     if settings.check:
         reports: list[Report] = []
 

@@ -26,10 +26,10 @@ from router.fleet.build import build_fleet, count_pods, discovery_shown, fleet_s
 from router.fleet.state import FleetState
 from router.index.local import LocalView
 from router.index.memory import MemoryIndex
-from router.ops import Metrics, setup_logging
+from router.ops import Metrics
 from router.policy.baselines import POLICIES
 from router.policy.trial import Control, another_policy, parse_control
-from router.process import cannot_listen, open_admin, run_on_uvloop, stop_signals
+from router.process import begin_log, cannot_listen, open_admin, run_on_uvloop, stop_signals
 from router.proxy import front
 from router.proxy.drain import drain
 from router.proxy.explained import explain_request
@@ -280,5 +280,5 @@ async def _serve(settings: ServeSettings) -> None:
 
 def serve(settings: ServeSettings) -> int:
     """`warmroute serve`; returns the exit status."""
-    setup_logging(level=settings.log_level, form=settings.log_format)
+    begin_log(settings)
     return run_on_uvloop(lambda: _serve(settings))

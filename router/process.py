@@ -1,6 +1,6 @@
 """What every long-running command of ours does: stop on signals, run on uvloop, open an admin port.
 
-May import: aiohttp.web, router.admin, router.door, router.settings.
+May import: aiohttp.web, router.admin, router.door, router.ops, router.settings.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import resource
 import signal
 import sys
@@ -20,7 +21,8 @@ from aiohttp import web
 
 from router.admin import AdminPages, build_admin_app
 from router.door import ApiKeys
-from router.settings import IndexSettings, ServeSettings, SettingsError
+from router.ops import setup_logging
+from router.settings import IndexSettings, ServeSettings, SettingsError, unread
 
 log = logging.getLogger("warmroute.process")
 
@@ -42,6 +44,13 @@ async def open_admin(
     port = int(runner.addresses[0][1])
     log.info("listening", extra={"fields": {"what": "admin", "host": settings.admin_host, "port": port}})
     return port
+
+
+def begin_log(settings: ServeSettings | IndexSettings) -> None:
+    """Log as the settings say, first of all what of them has no effect."""
+    setup_logging(level=settings.log_level, form=settings.log_format)
+    for text in unread(settings, os.environ):
+        log.warning(text)
 
 
 def cannot_listen(what: str, host: str, port: int, exc: OSError) -> SettingsError:

@@ -7,10 +7,12 @@ May import: the standard library, pydantic, pydantic-settings, pyyaml.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -67,6 +69,8 @@ class _Base(BaseSettings):
             return value.split()
         return value
 
+
+_NO_KEY = "is empty; give the key, or leave the setting out, which lets everybody in"
 
 SECRETS = frozenset({"redis_url", "key_seed", "pod_api_key", "api_key"})
 """Never shown, not even when they are wrong: what is said of them ends in a log."""
@@ -311,6 +315,16 @@ class ServeSettings(CommonSettings):
         0.0, ge=0, description="SSE comments before a stream's first byte, for load balancers that cut silence; 0: none"
     )
 
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _some_key(cls, value: Any) -> Any:
+        """An unset $KEY must not open the door to everybody."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(_NO_KEY)
+        if isinstance(value, list) and not all(str(key).strip() for key in value):
+            raise ValueError(_NO_KEY)
+        return value
+
     @field_validator("tenant_header")
     @classmethod
     def _header_name(cls, value: str | None) -> str | None:
@@ -387,7 +401,10 @@ def read(model: type[_Settings], flags: dict[str, Any]) -> _Settings:
     """Settings from parsed flags (None = not given), environment and file. Raises SettingsError with the cure."""
     given = {k: v for k, v in flags.items() if v is not None and k in model.model_fields}
     try:
-        return model(**given)
+        settings = model(**given)
+        if isinstance(settings, ServeSettings) and not settings.api_key and "api_key" in _environment(os.environ):
+            raise SettingsError(f"WARMROUTE_API_KEY: {_NO_KEY}")  # an empty variable counts as not given elsewhere
+        return settings
     except ValidationError as exc:
         lines = []
         for error in exc.errors():
@@ -402,6 +419,36 @@ def read(model: type[_Settings], flags: dict[str, Any]) -> _Settings:
         raise SettingsError("\n".join(lines)) from exc
     except (OSError, ValueError, yaml.YAMLError) as exc:
         raise SettingsError(f"the settings file cannot be read as YAML with one NAME: VALUE a line: {exc}") from exc
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What is there under our prefix, by setting; case does not matter, as for pydantic."""
+    prefix = "warmroute_"
+    return {name.lower()[len(prefix) :]: name for name in environ if name.lower().startswith(prefix)}
+
+
+_ONLY_WITH = {
+    "overload_wait_s": "overload_prefill_s",
+    "overload_queue_requests": "overload_prefill_s",
+    "exchange_ms": "redis_url",
+    "index_deadline_ms": "redis_url",
+}
+"""Settings that say how, and the one that says whether at all."""
+
+
+def unread(settings: CommonSettings, environ: Mapping[str, str]) -> list[str]:
+    """What was given and has no effect, in words for the log."""
+    known = ServeSettings.model_fields.keys() | IndexSettings.model_fields.keys()  # one environment may serve both
+    told = []
+    for name, variable in sorted(_environment(environ).items()):
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f"did you mean WARMROUTE_{close[0].upper()}?" if close else "docs/configuration.md lists all"
+            told.append(f"{variable} in the environment is no setting and is not read; {meant}")
+    for name, needed in _ONLY_WITH.items():
+        if name in settings.model_fields_set and getattr(settings, name) and not getattr(settings, needed):
+            told.append(f"--{name} is not read without --{needed}".replace("_", "-"))
+    return told
 
 
 def _short(value: Any) -> str:

@@ -11,7 +11,7 @@ from router.app import proxy_limits
 from router.cli import main
 from router.fleet.build import build_fleet, fleet_specs
 from router.process import cannot_listen, raise_descriptor_limit
-from router.settings import IndexSettings, ServeSettings, SettingsError, pairs, read
+from router.settings import IndexSettings, ServeSettings, SettingsError, pairs, read, unread
 
 POD = ["http://10.0.0.1:8000"]
 
@@ -88,6 +88,38 @@ def test_kubernetes_own_variables_for_a_service_called_warmroute_are_no_settings
         monkeypatch.setenv(f"WARMROUTE_{name}", value)
     assert read(ServeSettings, {}).port == 8080
     assert read(ServeSettings, {"port": "81"}).port == 81
+
+
+@pytest.mark.parametrize("given", [[""], ["k", ""], [" "]])
+def test_an_empty_key_does_not_open_the_door_to_everybody(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SettingsError, match="WARMROUTE_API_KEY.*is empty; give the key, or leave"):
+        read(ServeSettings, {"api_key": given})
+    file = tmp_path / "warmroute.yaml"
+    file.write_text(f"api_key: {given}\n")
+    with pytest.raises(SettingsError, match="is empty; give the key"):
+        read(ServeSettings, {"config": str(file)})
+    for empty in ("", "\n"):
+        monkeypatch.setenv("WARMROUTE_API_KEY", empty)
+        with pytest.raises(SettingsError, match="is empty; give the key"):
+            read(ServeSettings, {})
+        assert read(ServeSettings, {"api_key": ["k"]}).api_key == ["k"]
+
+
+def test_what_is_given_and_has_no_effect_is_told() -> None:
+    typed = {"WARMROUTE_POLCY": "x", "WARMROUTE_CHECK": "1", "warmroute_port": "1", "PATH": "/bin"}
+    assert unread(ServeSettings(), typed) == [
+        "WARMROUTE_POLCY in the environment is no setting and is not read; did you mean WARMROUTE_POLICY?"
+    ]
+    alone = {"overload_wait_s": "5", "exchange_ms": "50"}
+    assert unread(read(ServeSettings, alone), {}) == [
+        "--overload-wait-s is not read without --overload-prefill-s",
+        "--exchange-ms is not read without --redis-url",
+    ]
+    both = {**alone, "overload_prefill_s": "2", "redis_url": "redis://h"}
+    assert unread(read(ServeSettings, both), {}) == []
+    assert unread(read(ServeSettings, {"exchange_ms": "0"}), {}) == []
 
 
 def test_descriptors_are_had_as_many_as_may_be() -> None:
