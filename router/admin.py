@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from router.door import OPEN_PATHS, ApiKeys, Lifecycle, error_object
+from router.door import OPEN_PATHS, ApiKeys, Lifecycle, Unusable, error_object
 from router.ops import METRICS_CONTENT_TYPE, Metrics
 from router.route import RouteRequest
 
@@ -36,7 +36,7 @@ class Explains(Protocol):
 
 
 ReadRequest = Callable[[str | None, Sequence[tuple[bytes, bytes]], bytes], RouteRequest]
-"""(endpoint if given, headers, body) -> what the conductor is asked. Raises ValueError with the cure."""
+"""(endpoint if given, headers, body) -> what the conductor is asked. Raises Unusable with the cure."""
 Details = Callable[[], dict[str, Any]]
 MetricsPage = Callable[[], Awaitable[bytes]]
 
@@ -84,10 +84,17 @@ class AdminPages:
                 return _json(self._prefixes())
             case "POST", "/debug/route" if self._conductor is not None:
                 return await self._explain(request)
-            case _, "/health" | "/ready" | "/metrics" | "/debug/pods" | "/debug/prefixes" | "/debug/route":
-                allowed = "POST" if path == "/debug/route" else "GET"
-                return _error(405, f"{path} takes {allowed}.", allow=allowed)
-        return None
+        allowed = self.paths().get(path)
+        return None if allowed is None else _error(405, f"{path} takes {allowed}.", allow=allowed)
+
+    def paths(self) -> dict[str, str]:
+        """The pages that there are, and what each is asked by."""
+        pages = dict.fromkeys(("/health", "/ready", "/metrics", "/debug/pods"), "GET")
+        if self._prefixes is not None:
+            pages["/debug/prefixes"] = "GET"
+        if self._conductor is not None:
+            pages["/debug/route"] = "POST"
+        return pages
 
     def _ready(self, *, only_self: bool) -> web.Response:
         """Can requests be served? `?scope=self`: is this process itself up (what a chart probes)?"""
@@ -122,14 +129,12 @@ class AdminPages:
                 return _error(413, f"The body is larger than {EXPLAIN_MAX_BYTES} bytes.")
         try:
             asked = self._read_request(request.query.get("endpoint"), request.raw_headers, bytes(body))
-        except ValueError as exc:
-            return _error(400, str(exc))
+        except Unusable as exc:
+            return _error(400, str(exc), code=exc.code, param=exc.param)
         if asked.policy is not None and not self._conductor.has_policy(asked.policy):
-            return _error(400, "x-warmroute-policy names no policy; docs/policies.md lists them.")
+            says = "x-warmroute-policy names no policy; docs/policies.md lists them."
+            return _error(400, says, code="unknown_policy")
         return _json(await self._conductor.explain(asked))
-
-
-_PAGES = "/health, /ready, /metrics, /debug/pods, /debug/prefixes and POST /debug/route"
 
 
 def build_admin_app(pages: AdminPages, *, keys: ApiKeys | None = None) -> web.Application:
@@ -147,7 +152,10 @@ def build_admin_app(pages: AdminPages, *, keys: ApiKeys | None = None) -> web.Ap
         except Exception:
             log.exception("fault in an admin page")
             return _error(500, "The router failed; this is its fault, not the request's.")
-        return page if page is not None else _error(404, f"No such page; there are {_PAGES}.")
+        if page is not None:
+            return page
+        there = ", ".join(name if method == "GET" else f"{method} {name}" for name, method in pages.paths().items())
+        return _error(404, f"No such page; there are {there}.")
 
     app = web.Application(client_max_size=EXPLAIN_MAX_BYTES)
     app.router.add_route("*", "/{path:.*}", handle)
@@ -158,8 +166,11 @@ def _json(body: object, *, status: int = 200) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(body, enc_hook=str), content_type="application/json")
 
 
-def _error(status: int, message: str, *, allow: str | None = None) -> web.Response:
-    response = web.Response(status=status, body=error_object(status, message), content_type="application/json")
+def _error(
+    status: int, message: str, *, code: str | None = None, param: str | None = None, allow: str | None = None
+) -> web.Response:
+    body = error_object(status, message, code=code, param=param)
+    response = web.Response(status=status, body=body, content_type="application/json")
     if allow is not None:
         response.headers["Allow"] = allow
     return response

@@ -40,6 +40,15 @@ def error_object(status: int, message: str, *, code: str | None = None, param: s
     return msgspec.json.encode({"error": error})
 
 
+class Unusable(ValueError):
+    """A question that cannot be answered as it is; both ports say so in the same words."""
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
 class Lifecycle:
     """Starting, then serving, then draining: what `/ready` and the proxy ask."""
 

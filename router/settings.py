@@ -436,12 +436,16 @@ _ONLY_WITH = {
 """Settings that say how, and the one that says whether at all."""
 
 
+_KUBERNETES_OWN = re.compile(r"(^|_)service_(host|port)|(^|_)port_\d+_(tcp|udp)|=(tcp|udp)://")
+"""What it sets in the namespace of a Service whose name begins with warmroute."""
+
+
 def unread(settings: CommonSettings, environ: Mapping[str, str]) -> list[str]:
     """What was given and has no effect, in words for the log."""
     known = ServeSettings.model_fields.keys() | IndexSettings.model_fields.keys()  # one environment may serve both
     told = []
     for name, variable in sorted(_environment(environ).items()):
-        if name not in known:
+        if name not in known and not _KUBERNETES_OWN.search(f"{name}={environ[variable]}"):
             close = get_close_matches(name, known, n=1)
             meant = f"did you mean WARMROUTE_{close[0].upper()}?" if close else "docs/configuration.md lists all"
             told.append(f"{variable} in the environment is no setting and is not read; {meant}")

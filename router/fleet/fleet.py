@@ -257,10 +257,8 @@ class Fleet:
 
     def serves(self, model: str | None) -> bool:
         """Some known pod, ready or not, lists this name."""
-        return (
-            any(p.entry(model) is not None or p.spec.model == model for p in self.state.pods.values())
-            if model
-            else True
+        return model is None or any(
+            p.entry(model) is not None or p.spec.model == model for p in self.state.pods.values()
         )
 
     async def serves_by_now(self, model: str | None) -> bool:

@@ -136,6 +136,7 @@ class Exchange:
         self._request = request
         self._asked = asked
         self._prepared: Prepared | None = prepared
+        record.prompt_tokens = prepared.prompt_tokens
         self._held = held
         self._record = record
         self._response: RelayResponse | None = None
@@ -429,12 +430,16 @@ class Exchange:
                 retry_after_s=refused.retry_after_s or limits.retry_after_s,
             )
         if refused.reason == "too_long":
-            raise HttpError(
-                400,
-                "The prompt is longer than the maximum context length of every pod that serves this model.",
-                code="context_length_exceeded",
-            )
+            raise HttpError(400, self._too_long(), code="context_length_exceeded")
         raise HttpError(503, "No pod that serves this model is ready; try again.", retry_after_s=limits.retry_after_s)
+
+    def _too_long(self) -> str:
+        """By how much, as vLLM says it: whoever must send less has to know."""
+        model, prompt_tokens = self._record.model, self._record.prompt_tokens
+        entries = [pod.entry(model) for pod in self._parts.fleet.pods() if pod.serving and model is not None]
+        longest = max((e.max_model_len_tokens or 0 for e in entries if e is not None), default=0)
+        says = "The prompt is longer than the maximum context length of every pod that serves this model"
+        return f"{says}: {prompt_tokens} tokens, and the largest is {longest}." if longest else f"{says}."
 
     async def _give_up(self, last: Failure, kept: Kept | None) -> web.StreamResponse:
         """The last answer of a pod if there was one, else what went wrong."""

@@ -1,12 +1,14 @@
 """A body and headers for POST /debug/route -> what the conductor is asked: as the client port would ask it. Pure.
 
-May import: the standard library, router.route (its request type), router.proxy.{errors,headers,limits,parse,tenant}.
+May import: the standard library, router.door, router.route (its request type) and, of router.proxy,
+errors, headers, limits, parse and tenant.
 """
 
 from __future__ import annotations
 
 import json
 
+from router.door import Unusable
 from router.proxy.errors import HttpError
 from router.proxy.headers import RawHeaders, value_of
 from router.proxy.limits import ProxyLimits
@@ -29,7 +31,7 @@ def guess_endpoint(text: bytes) -> str:
 def explain_request(
     endpoint: str | None, headers: RawHeaders, body: bytes, *, limits: ProxyLimits | None = None
 ) -> RouteRequest:
-    """A RouteRequest for POST /debug/route. Raises ValueError with the cure."""
+    """A RouteRequest for POST /debug/route. Raises Unusable with the cure."""
     limits = limits or ProxyLimits()
     endpoint = endpoint or guess_endpoint(body)
     policy = value_of(headers, b"x-warmroute-policy")
@@ -40,5 +42,5 @@ def explain_request(
             marked = salted(endpoint, headers, parsed, name=name, seed=limits.key_seed)
             parsed = parsed if marked is None else marked.parsed
     except HttpError as exc:
-        raise ValueError(exc.message) from None
+        raise Unusable(exc.message, code=exc.code, param=exc.param) from None
     return route_request(endpoint, parsed, body_bytes=len(body), policy=policy.decode("latin-1") if policy else None)

@@ -65,6 +65,8 @@ CONTROL_ROUTES = frozenset(
         "/update_weights",
         "/update_weight_version",
         "/release_kv_cache_memory",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/fault_tolerance/apply",
     }
 )
@@ -263,7 +265,7 @@ class Proxy:
             raise self._no_models_yet()
         if await fleet.serves_by_now(model):
             return
-        raise HttpError(404, f"The model `{model[:200]}` is not served here.", code="model_not_found", param="model")
+        raise not_served(model)
 
     def _no_models_yet(self) -> HttpError:
         return HttpError(
@@ -282,11 +284,15 @@ class Proxy:
             name = path.removeprefix("/v1/models/")
             body = next((entry for entry in listed if entry.get("id") == name), None)
             if body is None:
-                raise HttpError(
-                    404, f"The model `{name[:200]}` is not served here.", code="model_not_found", param="model"
-                )
+                raise not_served(name)
         shared = {"Access-Control-Allow-Origin": "*"} if for_page else None
         return web.Response(body=msgspec.json.encode(body), content_type="application/json", headers=shared)
+
+
+def not_served(model: str) -> HttpError:
+    """vLLM's own code for it."""
+    message = f"The model `{model[:200]}` is not served here; GET /v1/models lists what is."
+    return HttpError(404, message, code="model_not_found", param="model")
 
 
 def without_details(page: web.StreamResponse) -> web.StreamResponse:

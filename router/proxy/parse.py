@@ -121,6 +121,8 @@ def _checked(fields: _Fields, text: bytes, endpoint: str) -> Parsed:
             problem = "is required" if model is None else "must be a string"
             raise HttpError(400, f"The field `model` {problem}; GET /v1/models lists what is served.", param="model")
         model = None
+    if model == "" and endpoint not in NEEDS_MODEL:
+        model = None  # vLLM takes its own for it
     salt, previous = fields.cache_salt, fields.previous_response_id
     # As in vLLM: what is echoed with log-probabilities is computed, not taken from the cache.
     echoed = fields.top_logprobs if endpoint == "/v1/chat/completions" else fields.logprobs
@@ -176,7 +178,7 @@ def form_model(*, kind_raw: bytes, body: bytes) -> str | None:
         at = body.find(b"\r\n" + delimiter, head_end + 2)
         if head_end - start <= FORM_HEAD_MAX_BYTES and _names_model(body[start:head_end]):
             value = body[head_end + 4 : at] if at >= 0 else b""
-            return value.decode("utf-8", "replace").strip() if 0 < len(value) <= MODEL_NAME_MAX_BYTES else None
+            return (value.decode("utf-8", "replace").strip() or None) if len(value) <= MODEL_NAME_MAX_BYTES else None
     return None
 
 

@@ -42,6 +42,8 @@ ROUTES = (
     "/rerank",
 )
 _KNOWN = frozenset(ROUTES)
+PROBES = frozenset({"/health", "/ready"})
+"""Asked every few seconds by whoever runs us: worth a line when they fail."""
 
 
 def route_label(path: str) -> str:
@@ -102,6 +104,7 @@ class Record:
         "method",
         "model",
         "note",
+        "prompt_tokens",
         "request_id",
         "status",
         "waited_s",
@@ -116,6 +119,7 @@ class Record:
         self.status = 0
         self.note = ""  # why it ended as it did: a closed set of words
         self.model: str | None = None
+        self.prompt_tokens: int | None = None  # None: not known
         self.choice: Choice | None = None
         self.attempts = 0
         self.bytes_in = 0
@@ -135,8 +139,9 @@ class Record:
         if (choice := self.choice) is not None and choice.arm is not None and self._answered():
             assert self.first_byte_s is not None
             meters.arm(choice.arm, choice.policy, self.first_byte_s)
-        if access.isEnabledFor(logging.INFO):
-            access.info("request", extra={"fields": self._fields(duration_s)})
+        level = logging.DEBUG if self.endpoint in PROBES and self.status < 400 else logging.INFO
+        if access.isEnabledFor(level):
+            access.log(level, "request", extra={"fields": self._fields(duration_s)})
 
     def _answered(self) -> bool:
         """A prompt, and it got its answer: errors come early and would make an arm look fast."""
@@ -159,6 +164,8 @@ class Record:
             fields["waited_ms"] = round(self.waited_s * 1000, 2)
         if self.model is not None:
             fields["model"] = self.model
+        if self.prompt_tokens is not None:
+            fields["prompt_tokens"] = self.prompt_tokens
         choice = self.choice
         if choice is not None:
             fields |= {

@@ -14,6 +14,7 @@ from router.fleet.state import ModelEntry, Pod, PodSpec
 from router.policy.pick import Refused
 from router.policy.retry import FailureKind
 from router.route import Choice, Prepared, RouteRequest
+from router.tokenize.port import PromptTokens
 
 
 class FakeFleet:
@@ -22,6 +23,7 @@ class FakeFleet:
     def __init__(self, urls: Sequence[str], *, models: Sequence[str] = ("m",), heard: bool = True) -> None:
         self.models = list(models)
         self.heard = heard
+        self.max_model_len_tokens: int | None = None
         self.loaded_since: list[str] = []  # models that asking the pods again would find
         self.urls = list(urls)
         self.bookings = Bookings()
@@ -35,7 +37,7 @@ class FakeFleet:
         return [
             Pod(
                 spec=PodSpec(identity=url, name=url, url=url),
-                models=tuple(ModelEntry(id=m) for m in self.models),
+                models=tuple(ModelEntry(id=m, max_model_len_tokens=self.max_model_len_tokens) for m in self.models),
                 not_ready=None,
             )
             for url in self.urls
@@ -100,7 +102,8 @@ class FakeConductor:
 
     async def prepare(self, request: RouteRequest) -> Prepared:
         self.asked.append(request)
-        return Prepared(request=request, tokens=None, chains={}, sequence=len(self.asked))
+        tokens = None if self.prompt_tokens is None else PromptTokens(packed=bytes(4 * self.prompt_tokens))
+        return Prepared(request=request, tokens=tokens, chains={}, sequence=len(self.asked))
 
     def choose(self, prepared: Prepared, *, exclude: Set[WorkerAddress] = frozenset()) -> Choice | Refused:
         if self.refuse_with is not None:

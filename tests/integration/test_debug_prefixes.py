@@ -37,6 +37,10 @@ async def test_the_page_says_what_it_is_given() -> None:
     assert (await ask(pages, "POST"))[0] == 405
 
 
-async def test_an_indexer_has_no_such_page() -> None:
+async def test_an_indexer_names_the_pages_that_it_has() -> None:
     pages = AdminPages(metrics=Metrics(), fleet=NoFleet(), lifecycle=Lifecycle())
-    assert (await ask(pages, "GET"))[0] in (404, 405)
+    status, told = await ask(pages, "GET")
+    assert (status, told["error"]["message"]) == (
+        404,
+        "No such page; there are /health, /ready, /metrics, /debug/pods.",
+    )

@@ -32,6 +32,7 @@ async def test_an_adapter_loaded_on_one_pod_is_served_there_by_the_next_request(
     async with fleet_of(2) as (fleet, pods):
         pods[1].pod.config = msgspec.structs.replace(pods[1].pod.config, loras=("new",))
         assert not fleet.serves("new")
+        assert not fleet.serves("")  # a name that nobody has, not the absence of one
         assert await fleet.serves_by_now("new")
         assert [p.spec.url for p in fleet.serving("new")] == [pods[1].url]
 

@@ -20,7 +20,7 @@ VLLM_POST_ROUTES = [
     "/v1/messages/count_tokens", "/v1/messages/render", "/v1/embeddings", "/v2/embed", "/pooling", "/classify",
     "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring",
     "/v1/audio/transcriptions", "/v1/audio/translations", "/cohere/v2/chat", "/tokenize", "/detokenize",
-    "/invocations", "/ping", "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/invocations", "/ping", "/inference/v1/generate",
 ]  # fmt: skip
 VLLM_GET_ROUTES = ["/tokenizer_info", "/ping", "/version", "/load", "/v1/responses/{id}"]
 
@@ -59,9 +59,12 @@ async def test_h16_shapes_nobody_knows_go_by_load_as_they_are() -> None:
             assert w.pod.bodies[-1] == body
 
 
+LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
 async def test_control_routes_of_one_engine_are_not_passed_on() -> None:
     async with world() as w:
-        for path in ("/sleep", "/reset_prefix_cache", "/collective_rpc", "/pause"):
+        for path in ("/sleep", "/reset_prefix_cache", "/collective_rpc", "/pause", *LORA_ROUTES):
             assert (await w.session.post(f"{w.url}{path}")).status == 403
         assert w.bodies() == 0
     async with world(forward_control_routes=True) as w:
@@ -81,7 +84,7 @@ async def test_control_routes_of_one_engine_are_not_passed_on() -> None:
         (b'{"model":null}', 400, "`model` is required"),
         (b'{"model":["m"]}', 400, "`model` must be a string"),
         (b'{"model":""}', 404, "not served"),
-        (b'{"model":"M"}', 404, "not served"),
+        (b'{"model":"M"}', 404, "not served here; GET /v1/models lists"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])

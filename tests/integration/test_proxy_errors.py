@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections import Counter
 
 import pytest
 
 from router.core.types import WorkerAddress
+from router.policy.pick import Refused
 from router.policy.retry import RetryBudget
 from tests.fakes.fake_pod import FakePod, Script, Served, echo, hello_stream
 from tests.fakes.proxy_world import World, eventually, free_port, world
@@ -134,6 +136,19 @@ async def test_h68_an_empty_pool_is_503() -> None:
         reply = await w.chat()
         assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
         assert json.loads(await reply.read())["error"]["code"] == 503
+
+
+async def test_a_prompt_that_no_pod_takes_is_told_by_how_much(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "warmroute.access")
+    async with world(prompt_tokens=5000) as w:
+        w.conductor.refuse_with = Refused("too_long")
+        w.fleet.max_model_len_tokens = 4096
+        reply = await w.chat()
+        error = json.loads(await reply.read())["error"]
+        assert (reply.status, error["code"]) == (400, "context_length_exceeded")
+        assert error["message"].endswith("every pod that serves this model: 5000 tokens, and the largest is 4096.")
+        await eventually(lambda: caplog.records)
+        assert caplog.records[0].fields["prompt_tokens"] == 5000  # type: ignore[attr-defined]
 
 
 async def test_connect_limit_passes_over_a_pod_that_drops_packets() -> None:

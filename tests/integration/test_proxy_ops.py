@@ -99,6 +99,18 @@ async def test_h15_no_secret_in_any_log_line_or_error(everything_logged: io.Stri
         assert secret not in metrics
 
 
+async def test_probes_are_logged_only_when_they_fail(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "warmroute.access")
+    async with world() as w:
+        for phase, status in (("serving", 200), ("draining", 503)):
+            w.lifecycle.phase = phase  # type: ignore[assignment]
+            for path in ("/health", "/ready"):
+                reply = await w.session.get(f"{w.url}{path}")
+                assert reply.status == (status if path == "/ready" else 200)
+        await eventually(lambda: caplog.records)
+        assert [r.fields["status"] for r in caplog.records] == [503]  # type: ignore[attr-defined]
+
+
 async def test_one_structured_access_line_a_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "warmroute.access")
     async with world(hello_stream, prompt_tokens=12) as w:

@@ -94,7 +94,7 @@ def test_kubernetes_own_variables_for_a_service_called_warmroute_are_no_settings
 def test_an_empty_key_does_not_open_the_door_to_everybody(
     given: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(SettingsError, match="WARMROUTE_API_KEY.*is empty; give the key, or leave"):
+    with pytest.raises(SettingsError, match=r"WARMROUTE_API_KEY.*is empty; give the key, or leave"):
         read(ServeSettings, {"api_key": given})
     file = tmp_path / "warmroute.yaml"
     file.write_text(f"api_key: {given}\n")
@@ -109,6 +109,8 @@ def test_an_empty_key_does_not_open_the_door_to_everybody(
 
 def test_what_is_given_and_has_no_effect_is_told() -> None:
     typed = {"WARMROUTE_POLCY": "x", "WARMROUTE_CHECK": "1", "warmroute_port": "1", "PATH": "/bin"}
+    typed |= {"WARMROUTE_SERVICE_HOST": "10.0.0.1", "WARMROUTE_VALKEY_PORT": "tcp://10.0.0.2:6379"}
+    typed |= {"WARMROUTE_PORT_80_TCP_PROTO": "tcp", "WARMROUTE_SERVICE_PORT_HTTP": "80"}
     assert unread(ServeSettings(), typed) == [
         "WARMROUTE_POLCY in the environment is no setting and is not read; did you mean WARMROUTE_POLICY?"
     ]

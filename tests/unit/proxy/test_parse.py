@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.door import ApiKeys, error_object
+from router.door import ApiKeys, Unusable, error_object
 from router.proxy.errors import HttpError, stream_error_event
 from router.proxy.explained import explain_request, guess_endpoint
 from router.proxy.handlers import origin_form
@@ -121,8 +121,19 @@ def test_what_debug_route_takes_a_body_for() -> None:
     assert guess_endpoint(b'{"messages":[]}') == CHAT
     assert guess_endpoint(b'{"input":1}') == "/v1/responses"
     assert guess_endpoint(b"???") == "/v1/completions"
-    with pytest.raises(ValueError, match="model"):
+    with pytest.raises(Unusable, match="model") as refused:
         explain_request(None, (), b'{"messages":[]}')
+    assert refused.value.param == "model"
+    with pytest.raises(Unusable, match="not valid JSON") as refused:
+        explain_request(None, (), b"{")
+    assert refused.value.code == "invalid_body"
+
+
+def test_an_empty_model_is_none_where_none_is_needed() -> None:
+    assert read(b'{"model":""}', endpoint="/tokenize").model is None
+    assert read(b'{"model":""}').model == ""
+    form = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\n \r\n--B--'
+    assert form_model(kind_raw=b"multipart/form-data; boundary=B", body=form) is None
 
 
 @pytest.mark.parametrize(
