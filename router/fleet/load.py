@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 _WANTED = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|cache_config_info"
+    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|gpu_cache_usage_perc|cache_config_info"
     rb"|prefix_cache_queries_total|prefix_cache_hits_total|lora_requests_info)(?:\{([^\n]*)\})? ([^\s]+)",
     re.MULTILINE,
 )
@@ -109,7 +109,7 @@ def _names(joined: str) -> tuple[str, ...]:
 
 def _rank(values: Mapping[str, float]) -> RankLoad:
     running, waiting = values.get("num_requests_running"), values.get("num_requests_waiting")
-    held = values.get("kv_cache_usage_perc")
+    held = values.get("kv_cache_usage_perc", values.get("gpu_cache_usage_perc"))  # its former name
     return RankLoad(
         running_requests=None if running is None else max(int(running), 0),
         waiting_requests=None if waiting is None else max(int(waiting), 0),

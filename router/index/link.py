@@ -80,10 +80,10 @@ class Link:
                 raise
             except (RedisConnectionError, OSError) as exc:
                 if not reused:
-                    raise IndexUnavailable("connection", _words(exc)) from exc
+                    raise IndexUnavailable("connection", words(exc)) from exc
                 # closed while idle: once more on another; everything here may be told twice
             except (ResponseError, RedisError) as exc:  # READONLY, LOADING, OOM, MOVED, NOAUTH, a broken reply, ...
-                raise IndexUnavailable("reply", _words(exc)) from exc
+                raise IndexUnavailable("reply", words(exc)) from exc
             finally:
                 if well:
                     self._idle.append(conn)
@@ -184,7 +184,7 @@ async def _connect(conn: AbstractConnection) -> None:
         await conn.read_response(disconnect_on_error=False)
 
 
-def _words(exc: Exception) -> str:
+def words(exc: Exception) -> str:
     """What Redis or the system says, without the arguments of a command that it does not know."""
     return f"{type(exc).__name__}: {exc}".partition(", with args")[0][:200]
 

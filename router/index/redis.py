@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from router.core.matching import depths
 from router.core.types import BlockKey, Clock, IndexUnavailable, Tier, WorkerAddress
 from router.index.breaker import Breaker
-from router.index.link import Link
+from router.index.link import Link, words
 from router.index.lua import SCHEMA, block_prefixes, fingerprint
 from router.index.near import NearCache
 from router.index.port import Held, RemovalListener, held_by_address
@@ -307,7 +307,8 @@ class RedisIndexReader:
                     message = await conn.read_response(timeout=math.inf)
                     if isinstance(message, list) and len(message) == 3:
                         self._heard(message[2])
-            except (RedisError, OSError, TimeoutError, IndexUnavailable):
+            except (RedisError, OSError, TimeoutError, IndexUnavailable) as exc:
+                self._last_error = f"feed: {words(exc)}"
                 await asyncio.sleep(0.5)
             finally:
                 self._near.disable()

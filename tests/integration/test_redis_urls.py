@@ -11,6 +11,7 @@ from router.index.link import Link
 from router.index.redis import RedisIndexReader, RedisIndexWriter
 from router.ops import Metrics
 from router.settings import SettingsError
+from tests.fakes.proxy_world import eventually
 from tests.fakes.redis_servers import Server, running
 
 KEYS = [BlockKey(b"12345678")]
@@ -36,6 +37,19 @@ async def test_what_redis_says_is_shown_and_no_password(server: Server, login: s
     try:
         shown = str(reader.status()["last_error"])
         assert "s3cret" not in shown
+    finally:
+        await reader.close()
+
+
+async def test_a_channel_that_may_not_be_heard_is_shown(server: Server) -> None:
+    """What a new user of Redis 7 has: no channel at all. Lookups work; removals are heard of later."""
+    server.command("ACL", "SETUSER", "deaf", "on", ">p", "~*", "resetchannels", "+@all")
+    reader = RedisIndexReader(server.url.replace("//", "//deaf:p@"), seed="s", metrics=Metrics(), deadline_s=2.0)
+    await reader.start()
+    try:
+        await eventually(lambda: reader.status()["last_error"])
+        assert "channel" in reader.status()["last_error"]
+        assert await reader.holders(KEYS) == {}
     finally:
         await reader.close()
 

@@ -32,6 +32,14 @@ vllm:kv_cache_usage_perc{engine="1",model_name="a"} 0.25
     assert (ranks[0].waiting_requests, ranks[1].waiting_requests, ranks[1].kv_held_ratio) == (None, 7, 0.25)
 
 
+def test_the_held_share_is_found_under_its_former_name_too() -> None:
+    page = b'vllm:gpu_cache_usage_perc{engine="0"} 0.5\n'
+    assert parse_metrics(page, now_s=0.0).ranks[0].kv_held_ratio == 0.5
+    assert (
+        parse_metrics(page + b'vllm:kv_cache_usage_perc{engine="0"} 0.25\n', now_s=0.0).ranks[0].kv_held_ratio == 0.25
+    )
+
+
 def test_a_pod_that_is_one_rank_of_many_counts_from_0_as_its_worker_does() -> None:
     page = b'vllm:num_requests_running{engine="5",model_name="a"} 2.0\nvllm:num_requests_running{engine="4"} 1.0\n'
     ranks = parse_metrics(page, now_s=0.0).ranks
