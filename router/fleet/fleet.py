@@ -362,6 +362,12 @@ class Fleet:
         if breaker is not None:
             breaker.succeeded(now_s=self._clock())
 
+    def doubted(self, worker: WorkerAddress) -> None:
+        """The worker does not know a model that it listed: an adapter was unloaded. Its next probe asks again."""
+        life = self._lives.get(worker.pod)
+        if life is not None:
+            life.read = None
+
     # -- asking ---------------------------------------------------------------------------------------------------
 
     async def _probe_for_ever(self, identity: str, life: _Life) -> None:

@@ -29,6 +29,7 @@ class FakeFleet:
         self.bookings = Bookings()
         self.failures: Counter[str] = Counter()
         self.successes = 0
+        self.doubts = 0
         self.down: set[WorkerAddress] = set()
         self.breakers: dict[WorkerAddress, Breaker] = {}
         self._gone: dict[str, asyncio.Event] = {}
@@ -65,6 +66,9 @@ class FakeFleet:
         if kind == "connect":
             self.down.add(worker)
         self.breakers.setdefault(worker, Breaker()).failed(kind, now_s=asyncio.get_running_loop().time())
+
+    def doubted(self, worker: WorkerAddress) -> None:
+        self.doubts += 1
 
     def succeeded(self, worker: WorkerAddress) -> None:
         self.successes += 1

@@ -9,7 +9,8 @@ import msgspec
 
 from loadtest.fleet import PodConfig, RunningPod, running_fleet
 from loadtest.profile import load_profile
-from router.fleet.fleet import Fleet
+from router.core.types import WorkerAddress
+from router.fleet.fleet import PROBE_INTERVAL_S, Fleet
 from router.fleet.state import PodSpec
 from tests.fakes.proxy_world import eventually
 
@@ -35,6 +36,18 @@ async def test_an_adapter_loaded_on_one_pod_is_served_there_by_the_next_request(
         assert not fleet.serves("")  # a name that nobody has, not the absence of one
         assert await fleet.serves_by_now("new")
         assert [p.spec.url for p in fleet.serving("new")] == [pods[1].url]
+
+
+async def test_an_adapter_unloaded_on_one_pod_is_asked_of_the_other_one_probe_later() -> None:
+    async with fleet_of(2) as (fleet, pods):
+        for pod in pods:
+            pod.pod.config = msgspec.structs.replace(pod.pod.config, loras=("both",))
+        assert await fleet.serves_by_now("both")
+        assert len(fleet.serving("both")) == 2
+        pods[0].pod.config = msgspec.structs.replace(pods[0].pod.config, loras=())
+        fleet.doubted(WorkerAddress(pods[0].url))  # its answer to a request was 404
+        await eventually(lambda: len(fleet.serving("both")) == 1, within_s=PROBE_INTERVAL_S + 1.5)
+        assert fleet.serving("both")[0].spec.url == pods[1].url
 
 
 async def test_a_pod_that_went_meanwhile_is_not_brought_back_by_it() -> None:

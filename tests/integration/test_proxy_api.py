@@ -150,6 +150,15 @@ async def test_a_model_that_is_not_known_is_asked_for_before_it_is_a_404() -> No
         assert (await w.chat(model="unknown")).status == 404
 
 
+async def test_a_404_of_a_pod_that_lists_the_model_has_its_models_read_again_and_comes_through() -> None:
+    async def script(served: Served) -> None:
+        await served.reply(404, {"error": {"message": "The model `m` does not exist."}})
+
+    async with world(script, script) as w:
+        assert (await w.chat()).status == 404
+        assert (w.bodies(), w.fleet.doubts) == (1, 1), "H19: a 4xx is never tried again"
+
+
 # -- stored responses -------------------------------------------------------------------------------------------
 
 
