@@ -121,7 +121,7 @@ class CommonSettings(_Base):
         description="Service whose EndpointSlices list the pods, instead of a selector; host name with dns discovery",
     )
     pod_port: int | None = Field(
-        None, gt=0, lt=65536, description="the pods' HTTP port; unset: the port named http, else the first"
+        None, gt=0, lt=65536, description="the pods' HTTP port; unset: the one named http, else 8000, else the first"
     )
     events_port: int | None = Field(None, gt=0, lt=65536, description="the pods' KV event port (ZMQ PUB), rank 0")
     replay_port: int | None = Field(

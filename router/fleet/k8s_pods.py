@@ -3,7 +3,7 @@
 May import: the standard library, msgspec, router.fleet.{state,k8s_objects}.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -67,7 +67,7 @@ def _spec(pod: KubePod, ports: Ports, problems: list[str]) -> PodSpec | None:
         identity=pod.metadata.uid or pod.metadata.key,
         name=pod.metadata.name,
         ip=pod.status.pod_ip,
-        http_port=ports.http or _named_ports(pod).get("http") or _first_port(pod) or VLLM_PORT,
+        http_port=ports.http or _http_port([(p.name, p.container_port) for _, p in _tcp_ports(pod)]),
         named=_named_ports(pod),
         ports=ports,
         problems=problems,
@@ -87,7 +87,7 @@ def _endpoint_spec(
         return None
     slice_ports = [(p.name, p.port) for p in piece.ports or () if p.port and (p.protocol or "TCP") == "TCP"]
     named = (_named_ports(pod) if pod is not None else {}) | {name: port for name, port in slice_ports if name}
-    http_port = ports.http or named.get("http") or next((port for _, port in slice_ports), VLLM_PORT)
+    http_port = ports.http or named.get("http") or _http_port(slice_ports)
     spec = _describe(
         pod,
         identity=uid or _url(address, http_port),
@@ -179,8 +179,11 @@ def _named_ports(pod: KubePod) -> dict[str, int]:
     return {port.name: port.container_port for _, port in reversed(_tcp_ports(pod)) if port.name}  # the first one wins
 
 
-def _first_port(pod: KubePod) -> int | None:
-    return next((port.container_port for _, port in _tcp_ports(pod)), None)
+def _http_port(declared: Sequence[tuple[str | None, int]]) -> int:
+    """The port named http, else vLLM's usual one, else the first: a sidecar or a metrics port may come before."""
+    named = next((port for name, port in declared if name == "http"), None)
+    numbers = [port for _, port in declared]
+    return named or (VLLM_PORT if VLLM_PORT in numbers or not numbers else numbers[0])
 
 
 def _container_start(pod: KubePod, http_port: int) -> str:

@@ -51,6 +51,7 @@ def test_no_address_or_finished_is_no_pod(pod: dict[str, Any]) -> None:
     assert by_selector(pod).pods == ()
 
 
+SIDECAR_FIRST = [{"name": "http-envoy-prom", "containerPort": 15090}, {"containerPort": 8000}]
 HTTP_SECOND = [{"name": "metrics", "containerPort": 9000}, {"name": "http", "containerPort": 8080}]
 
 
@@ -59,6 +60,7 @@ HTTP_SECOND = [{"name": "metrics", "containerPort": 9000}, {"name": "http", "con
     [
         pytest.param(HTTP_SECOND, Ports(), {}, ":8080", None, None, id="the port named http"),
         pytest.param(HTTP_SECOND[:1], Ports(), {}, ":9000", None, None, id="else the first"),
+        pytest.param(SIDECAR_FIRST, Ports(), {}, ":8000", None, None, id="a sidecar's port before vLLM's own"),
         pytest.param([], Ports(), {}, ":8000", None, None, id="else vLLM's own"),
         pytest.param([{"containerPort": 53, "protocol": "UDP"}], Ports(), {}, ":8000", None, None, id="UDP is none"),
         pytest.param(HTTP_SECOND, Ports(http=1234), {}, ":1234", None, None, id="the setting wins over the pod"),
