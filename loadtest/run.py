@@ -167,14 +167,13 @@ async def _check_arms(plan: Plan) -> bool:
     Returns whether an emulated pod answered.
     """
     emulated = False
-    # A sentence: vLLM 0.32 on a CPU dies of a first prompt of three tokens.
-    body = {"model": plan.model, "prompt": "Hello, is anybody there? One word will do.", "max_tokens": 1}
+    path, body = _small_request(plan)
     async with aiohttp.ClientSession(timeout=TIMEOUT, headers=dict(plan.headers)) as http:
         for arm in plan.arms:
             headers = {"x-warmroute-policy": arm.policy} if arm.policy else {}
             for url in arm.urls:
                 try:
-                    async with http.post(url + "/v1/completions", json=body, headers=headers) as reply:
+                    async with http.post(url + path, json=body, headers=headers) as reply:
                         text = await reply.text()
                         answered = reply.headers.get("x-warmroute-policy")
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
@@ -185,15 +184,24 @@ async def _check_arms(plan: Plan) -> bool:
                 emulated = emulated or EMULATED_FINGERPRINT in text
                 if arm.policy and answered not in (None, arm.policy):
                     raise PlanError(f"{url} routed by {answered!r} though asked for {arm.policy!r}; {_OBEY}")
-                if arm.policy and answered is None and await _takes_any_policy(http, url, body):
+                if arm.policy and answered is None and await _takes_any_policy(http, url + path, body):
                     raise PlanError(f"{url} takes no notice of x-warmroute-policy; {_OBEY}")
     return emulated
+
+
+def _small_request(plan: Plan) -> tuple[str, dict[str, Any]]:
+    """Of the kind that the load will be: not every gateway has both endpoints."""
+    said = "Hello, is anybody there? One word will do."  # vLLM 0.32 on a CPU dies of a first prompt of three tokens
+    body: dict[str, Any] = {"model": plan.model, "max_tokens": 1}
+    if plan.recipe.experiment.client.api == "chat":
+        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": said}]}
+    return "/v1/completions", {**body, "prompt": said}
 
 
 async def _takes_any_policy(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> bool:
     """Whether a policy that nobody has is served too: then policies are not looked at, and all arms are the same."""
     try:
-        async with http.post(url + "/v1/completions", json=body, headers={"x-warmroute-policy": "no-such"}) as reply:
+        async with http.post(url, json=body, headers={"x-warmroute-policy": "no-such"}) as reply:
             return reply.status == 200
     except (aiohttp.ClientError, TimeoutError, OSError):
         return False  # it answered a moment ago: the load will show

@@ -21,7 +21,7 @@ from loadtest.experiment import Client, Experiment
 from loadtest.fleet import TINY_MODEL, PodConfig, running_fleet
 from loadtest.prompts import Prompts, plain_words
 from loadtest.report import doubts, summaries
-from loadtest.run import Arm, Plan, PlanError, execute
+from loadtest.run import Arm, Plan, PlanError, _check_arms, execute
 from loadtest.samples import Run
 from loadtest.workload import bursts
 from tests.integration.test_fleet import PROFILE
@@ -198,10 +198,12 @@ async def test_what_is_due_at_once_was_built_before() -> None:
 
 
 @contextlib.asynccontextmanager
-async def endpoint(status: int, **headers: str) -> AsyncIterator[str]:
-    """Answers everything so."""
+async def endpoint(status: int, *, only: str | None = None, **headers: str) -> AsyncIterator[str]:
+    """Answers everything so, or `only` one path and 404 to the rest."""
 
-    async def handle(_: web.Request) -> web.Response:
+    async def handle(request: web.Request) -> web.Response:
+        if only is not None and request.path != only:
+            return web.json_response({}, status=404)
         return web.json_response({"error": {}}, status=status, headers=headers)
 
     app = web.Application()
@@ -239,6 +241,14 @@ async def test_a_refusal_comes_with_its_cure(
     told = capsys.readouterr().err
     assert f"answers {status}" in told
     assert cure in told
+
+
+@pytest.mark.parametrize(
+    ("experiment", "path"), [(CHATS, "/v1/chat/completions"), (GROUPS, "/v1/completions")], ids=["chat", "completions"]
+)
+async def test_a_gateway_needs_only_the_endpoint_that_the_load_uses(experiment: Experiment, path: str) -> None:
+    async with endpoint(200, only=path, **{"x-warmroute-policy": "random"}) as url:
+        assert await _check_arms(plan_of([Arm("random", (url,), "random")], experiment)) is False
 
 
 async def test_a_pod_is_no_router_that_takes_policies() -> None:
