@@ -20,8 +20,9 @@ from loadtest import loop, report_html, report_text
 from loadtest.crowds import ClientDied, Recipe
 from loadtest.experiment import ScenarioError, load_experiment
 from loadtest.live import Display
+from loadtest.patience import all_pods_ready, patiently
 from loadtest.report import doubts
-from loadtest.run import Arm, Plan, PlanError, execute, first_model
+from loadtest.run import Arm, Plan, PlanError, check_arms, execute, first_model
 from loadtest.samples import FORMAT, Run
 
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", help="model name (the first that the URL lists)")
+    add("--model", help="model name (the first base model that the URL lists)")
     add("--scenario", default="quick", help="name in loadtest/scenarios or path of a .toml file (quick)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of the scenario; repeatable")
     add(
@@ -70,6 +71,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     keys = os.environ.get("WARMROUTE_API_KEY", "").split()
     add("--api-key", default=keys[0] if keys else None, help="sent as Authorization: Bearer (WARMROUTE_API_KEY)")
     add("--extra-body", default="{}", help='JSON merged into every body; null takes a field away: {"ignore_eos": null}')
+    add("--wait-s", type=float, default=0.0, help="wait so long at most for all pods and the policy header (0)")
     add("--timeout-s", type=float, default=600.0, help="of one request (600)")
     add("--drain-limit-s", type=float, default=600.0, help="of a stage after its last request was sent (600)")
     add("--max-late-ms", type=float, default=50.0, help="a client later than this at p99 makes the run invalid (50)")
@@ -124,7 +126,7 @@ def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
     try:
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)  # an hour's run must not end on this
-        plan = loop.run(_plan(args, arms))
+        plan = loop.run(_plan_when_ready(args, arms))
         with Display(console, quiet=args.quiet) as display:
             done = loop.run(execute(plan, display.show))
     except (PlanError, ScenarioError, ClientDied, OSError) as exc:
@@ -135,9 +137,40 @@ def _carry_out(args: argparse.Namespace, arms: Sequence[Arm]) -> int:
     return 1 if doubts(done)[0] else 0
 
 
-async def _plan(args: argparse.Namespace, arms: Sequence[Arm]) -> Plan:
+async def _plan_when_ready(args: argparse.Namespace, arms: Sequence[Arm]) -> Plan:
+    """The plan, after --wait-s at most. Raises PlanError."""
+
+    recipe = _recipe(args)
+    recipe.workload()  # what cannot be built must not be found out after the wait
+
+    async def ready() -> Plan:
+        plan = await _plan(args, arms, recipe)
+        if args.wait_s > 0:
+            await all_pods_ready([url for arm in plan.arms for url in arm.urls], plan.headers)
+            await check_arms(plan)
+        return plan
+
+    def tell(text: str) -> None:
+        if not args.quiet:
+            print(f"loadtest: {text}", file=sys.stderr, flush=True)
+
+    return await patiently(ready, wait_s=args.wait_s, tell=tell)
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    if args.repeats < 1 or args.client_processes < 1 or args.speed <= 0:
+        raise PlanError("--repeats and --client-processes must be at least 1, --speed above 0")
+    return Recipe(
+        experiment=load_experiment(args.scenario, dict(map(_setting, args.set))),
+        seed=args.seed,
+        speed=args.speed,
+        tokenizer=args.tokenizer,
+        client_processes=args.client_processes,
+    )
+
+
+async def _plan(args: argparse.Namespace, arms: Sequence[Arm], recipe: Recipe) -> Plan:
     arms = [msgspec.structs.replace(arm, urls=tuple(map(base_url, arm.urls))) for arm in arms]
-    experiment = load_experiment(args.scenario, dict(map(_setting, args.set)))
     headers = dict(_header(h) for h in args.header)
     if args.api_key:
         headers["Authorization"] = f"Bearer {args.api_key}"
@@ -147,17 +180,9 @@ async def _plan(args: argparse.Namespace, arms: Sequence[Arm]) -> Plan:
             raise ValueError("not an object")
     except ValueError as exc:
         raise PlanError(f"--extra-body must be a JSON object: {exc}") from exc
-    if args.repeats < 1 or args.client_processes < 1 or args.speed <= 0:
-        raise PlanError("--repeats and --client-processes must be at least 1, --speed above 0")
     return Plan(
         arms=arms,
-        recipe=Recipe(
-            experiment=experiment,
-            seed=args.seed,
-            speed=args.speed,
-            tokenizer=args.tokenizer,
-            client_processes=args.client_processes,
-        ),
+        recipe=recipe,
         model=args.model or await first_model(arms[0].urls[0], headers),
         pods=args.pod,
         repeats=args.repeats,

@@ -6,6 +6,7 @@ Reads files; decides nothing. May import: the standard library, msgspec, loadtes
 """
 
 import gzip
+import inspect
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,20 +99,18 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
         args = dict(part)
         kind = args.pop("kind", None)
         file = args.pop("file", None)
-        try:
-            if kind in KINDS:
-                if kind == "rag" and file:
-                    args["document_tokens"] = [_document_tokens(row) for row in self._rows(file)]
-                return KINDS[kind](seed, **args)
-            if kind not in TRACES:
-                raise ScenarioError(f"scenario {self.name}: no kind {kind!r}; known: {', '.join([*KINDS, *TRACES])}")
-            if not file:
-                raise ScenarioError(f"scenario {self.name}: kind {kind!r} needs a file")
-            if kind == "timed-trace":
-                args.setdefault("seconds", 60.0)
-            return TRACES[kind](list(self._rows(file)), **args)
-        except TypeError as exc:
-            raise ScenarioError(f"scenario {self.name}: [[workload]] does not fit kind {kind!r}: {exc}") from exc
+        if kind not in KINDS and kind not in TRACES:
+            raise ScenarioError(f"scenario {self.name}: no kind {kind!r}; known: {', '.join([*KINDS, *TRACES])}")
+        if kind in TRACES and not file:
+            raise ScenarioError(f"scenario {self.name}: kind {kind!r} needs a file")
+        if kind == "rag" and file:
+            args["document_tokens"] = [_document_tokens(row) for row in self._rows(file)]
+        if kind == "timed-trace":
+            args.setdefault("seconds", 60.0)
+        make = KINDS[kind] if kind in KINDS else TRACES[kind]
+        if problem := _misfit(make, args):
+            raise ScenarioError(f"scenario {self.name}: [[workload]] does not fit kind {kind!r}: {problem}")
+        return make(seed if kind in KINDS else list(self._rows(file)), **args)
 
     def _shape(self, stage: Stage) -> list[Stage]:
         """Closed loop, constant arrivals or warm-up, where asked for."""
@@ -124,6 +123,11 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
             return [msgspec.structs.replace(stage, concurrency=c.concurrency, seconds=c.closed_loop_s, rate_per_s=0.0)]
         if not c.warmup_s or not stage.measured or stage.concurrency or c.stages:
             return [stage]
+        if c.warmup_s >= stage.seconds:
+            raise ScenarioError(
+                f"scenario {self.name}: all of its {stage.seconds:g} s are warm-up (warmup_s is {c.warmup_s:g}), so "
+                "nothing would be measured; give more seconds or a shorter warmup_s"
+            )
         early = tuple(s for s in stage.sessions if s.start_s < c.warmup_s)
         late = tuple(Session(s.start_s - c.warmup_s, s.turns) for s in stage.sessions if s.start_s >= c.warmup_s)
         return [
@@ -169,6 +173,19 @@ def load_experiment(name_or_path: str, changes: Mapping[str, Any] | None = None)
     if not experiment.workload:
         raise ScenarioError(f"scenario {path.name} has no [[workload]]")
     return experiment
+
+
+def _misfit(make: Callable[..., Workload], args: Mapping[str, Any]) -> str | None:
+    """Why `make` cannot be called with these settings, in the user's words; None when it can."""
+    known = {n: p for n, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    for name, value in args.items():
+        if name not in known:
+            clients = ", ".join(Client.__struct_fields__)
+            return f"it has no {name!r}; it has {', '.join(known)}; [client] has {clients}"
+        if known[name].annotation in (int, float) and not isinstance(value, int | float):
+            return f"{name!r} must be a number, got {value!r}"
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in args]
+    return f"{', '.join(missing)} must be given" if missing else None
 
 
 def _spelt(changes: Mapping[str, Any]) -> str:

@@ -60,8 +60,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         return self.hit_share_usage if self.hit_share_pods is None else self.hit_share_pods
 
 
-def figures(stages: Sequence[StageOutcome], *, slo_ttft_s: float, slo_tpot_s: float) -> Figures:
-    """The figures of the stages' requests pooled; rates are over the sum of their wall times."""
+def figures(
+    stages: Sequence[StageOutcome], *, slo_ttft_s: float, slo_tpot_s: float, fleet: Sequence[str] = ()
+) -> Figures:
+    """The figures of the stages' requests pooled; rates are over the sum of their wall times.
+
+    `fleet`: pods that are known to be there, by the names that replies give them; one without a request shows so.
+    """
     samples = [s for stage in stages for s in stage.samples]
     good = [s for s in samples if s.failure is None]
     wall_s = sum(stage.wall_s for stage in stages)
@@ -72,7 +77,7 @@ def figures(stages: Sequence[StageOutcome], *, slo_ttft_s: float, slo_tpot_s: fl
     ttft = [s.ttft_s for s in good if s.ttft_s is not None]
     tpot = [t for t in map(tpot_s, good) if t is not None]
     within = sum(1 for s in good if (s.ttft_s or 0.0) <= slo_ttft_s and (tpot_s(s) or 0.0) <= slo_tpot_s)
-    by_pod = _requests_by_pod(stages, samples)
+    by_pod = _requests_by_pod(stages, samples, fleet)
     failures = Counter(s.failure for s in samples if s.failure is not None)
     reads = sum(s.reads for s in good)
     streamed = [s for s in good if s.events >= 8]
@@ -139,8 +144,10 @@ def _summary(run: Run, arm: str) -> ArmSummary:
     repeats = [r for r in run.runs if r.arm == arm]
     names = list(dict.fromkeys(s.name for r in repeats for s in r.stages if s.measured))
 
+    fleet = _fleet(run, arm)
+
     def of(stages: Iterable[StageOutcome]) -> Figures:
-        return figures(list(stages), slo_ttft_s=run.slo_ttft_s, slo_tpot_s=run.slo_tpot_s)
+        return figures(list(stages), slo_ttft_s=run.slo_ttft_s, slo_tpot_s=run.slo_tpot_s, fleet=fleet)
 
     by_stage = [(n, of(s for r in repeats for s in r.stages if s.measured and s.name == n)) for n in names]
     p90s = [of(measured(r)).ttft_p90 for r in repeats]
@@ -154,6 +161,12 @@ def _summary(run: Run, arm: str) -> ArmSummary:
         stage_mean_tok_per_s=statistics.fmean([f.output_tok_per_s for _, f in by_stage]) if by_stage else 0.0,
         weighted_ttft_p90=sum(p * n for p, n in weighted) / total if total else None,
     )
+
+
+def _fleet(run: Run, arm: str) -> list[str]:
+    """The pods that replies name, in this arm or in one that shares a pod with it, warm-ups included."""
+    named = {a: {s.pod for r in run.runs if r.arm == a for x in r.stages for s in x.samples if s.pod} for a in run.arms}
+    return sorted(set().union(*(pods for pods in named.values() if pods & named[arm])))
 
 
 def measured(arm_run: ArmRun) -> list[StageOutcome]:
@@ -211,12 +224,12 @@ def _came_at_once(s: Sample) -> bool:
     return s.reads * CLUMPED_EVENTS_PER_READ <= s.events and (s.ttft_s or 0.0) >= BUFFERED_TTFT_SHARE * s.e2e_s
 
 
-def _requests_by_pod(stages: Sequence[StageOutcome], samples: Sequence[Sample]) -> dict[str, int]:
+def _requests_by_pod(stages: Sequence[StageOutcome], samples: Sequence[Sample], fleet: Sequence[str]) -> dict[str, int]:
     """By the router's reply header where there is one, else by the pods' own counters."""
     named = Counter(s.pod for s in samples if s.pod is not None)
     known = list(dict.fromkeys(pod for stage in stages for pod in stage.pods))
     if named:
-        return {pod: named.get(pod, 0) for pod in dict.fromkeys([*known, *sorted(named)])}
+        return {pod: named.get(pod, 0) for pod in dict.fromkeys([*known, *sorted({*named, *fleet})])}
     return {p: round(sum(stage.pods[p].requests for stage in stages if p in stage.pods)) for p in known}
 
 

@@ -86,7 +86,9 @@ def render(run: Run) -> RenderableType:
 
 def _head(run: Run) -> Text:
     where = f"EMULATED: {run.emulated}" if run.emulated else run.target
-    return Text(f"{run.name}: {run.workload}\n{where}; seed {run.seed}; {run.machine}\n", style="bold")
+    return Text(
+        f"{run.name}: {run.workload}\n{where}; model {run.model}; seed {run.seed}; {run.machine}\n", style="bold"
+    )
 
 
 def _arms(arms: Sequence[ArmSummary]) -> Table:

@@ -26,6 +26,10 @@ class PlanError(Exception):
     """The plan cannot be carried out; the text says why and what to do."""
 
 
+class NotYet(PlanError):
+    """It cannot be carried out now, and may be in a while."""
+
+
 class Arm(msgspec.Struct, frozen=True):
     """One way to reach the pods: a policy of the router by header, or URLs taken in turn."""
 
@@ -63,7 +67,7 @@ Watch = Callable[[str, str, int, int, Live], None]
 
 async def execute(plan: Plan, watch: Watch) -> Run:
     """All arms, all repeats. Raises PlanError before anything is sent when the plan cannot work."""
-    emulated = await _check_arms(plan)
+    emulated = await check_arms(plan)
     recipe = plan.recipe
     run = Run(
         name=recipe.experiment.name,
@@ -161,7 +165,7 @@ def _emulated(states: Sequence[Mapping[str, Any]], speed: float) -> str | None:
     return f"{len(states)} emulated pods, profile {', '.join(kinds)}{pace}"
 
 
-async def _check_arms(plan: Plan) -> bool:
+async def check_arms(plan: Plan) -> bool:
     """One small request by each arm, so that a wrong URL, model or header shows before the load does.
 
     Returns whether an emulated pod answered.
@@ -177,15 +181,17 @@ async def _check_arms(plan: Plan) -> bool:
                         text = await reply.text()
                         answered = reply.headers.get("x-warmroute-policy")
                 except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                    raise PlanError(f"{url} does not answer ({type(exc).__name__}); is it up?") from exc
+                    raise NotYet(f"{url} does not answer ({type(exc).__name__}); {_up(exc)}") from exc
                 if reply.status != 200:
                     asked = f"to a request for model {plan.model!r}"
-                    raise PlanError(f"{url} answers {reply.status} {asked}: {text[:300]}{_cure(reply.status)}")
+                    raise _refused(reply.status)(
+                        f"{url} answers {reply.status} {asked}: {text[:300]}{_cure(reply.status)}"
+                    )
                 emulated = emulated or EMULATED_FINGERPRINT in text
                 if arm.policy and answered not in (None, arm.policy):
-                    raise PlanError(f"{url} routed by {answered!r} though asked for {arm.policy!r}; {_OBEY}")
+                    raise NotYet(f"{url} routed by {answered!r} though asked for {arm.policy!r}; {_OBEY}")
                 if arm.policy and answered is None and await _takes_any_policy(http, url + path, body):
-                    raise PlanError(f"{url} takes no notice of x-warmroute-policy; {_OBEY}")
+                    raise NotYet(f"{url} takes no notice of x-warmroute-policy; {_OBEY}")
     return emulated
 
 
@@ -208,22 +214,33 @@ async def _takes_any_policy(http: aiohttp.ClientSession, url: str, body: Mapping
 
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
-    """The first model that the URL lists. Raises PlanError."""
+    """The first base model that the URL lists, or the first adapter if it lists adapters only. Raises PlanError."""
     try:
         async with (
             aiohttp.ClientSession(timeout=TIMEOUT, headers=dict(headers)) as http,
             http.get(url + "/v1/models") as reply,
         ):
             if reply.status != 200:
-                raise PlanError(f"{url}/v1/models answers {reply.status}{_cure(reply.status)}")
+                raise _refused(reply.status)(f"{url}/v1/models answers {reply.status}{_cure(reply.status)}")
             data = (await reply.json())["data"]
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as exc:
-        raise PlanError(
-            f"{url}/v1/models cannot be read ({type(exc).__name__}); is this the URL of a router or pod, and is it up?"
-        ) from exc
+            bases = [entry for entry in data if entry.get("parent") is None]
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        cure = f"is this the URL of a router or pod? {_up(exc)}"
+        raise NotYet(f"{url}/v1/models cannot be read ({type(exc).__name__}); {cure}") from exc
     if not data:
-        raise PlanError(f"{url}/v1/models lists no model yet; wait for a pod, or give --model")
-    return str(data[0]["id"])
+        raise NotYet(f"{url}/v1/models lists no model yet; wait for a pod, or give --model")
+    return str((bases or data)[0]["id"])
+
+
+def _up(exc: Exception) -> str:
+    if isinstance(exc, aiohttp.ClientConnectorCertificateError):
+        return "its certificate is not trusted here: set SSL_CERT_FILE to its CA (PEM)"
+    return "is it up?"
+
+
+def _refused(status: int) -> type[PlanError]:
+    """No model yet, no pod yet, a router in between: these pass. A key that is wrong stays wrong."""
+    return NotYet if status in (404, 429) or status >= 500 else PlanError
 
 
 def _cure(status: int) -> str:

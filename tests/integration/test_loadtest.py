@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -19,9 +19,10 @@ from loadtest.crowd import Crowd, Target
 from loadtest.crowds import Recipe
 from loadtest.experiment import Client, Experiment
 from loadtest.fleet import TINY_MODEL, PodConfig, running_fleet
+from loadtest.patience import patiently
 from loadtest.prompts import Prompts, plain_words
 from loadtest.report import doubts, summaries
-from loadtest.run import Arm, Plan, PlanError, _check_arms, execute
+from loadtest.run import Arm, NotYet, Plan, PlanError, check_arms, execute, first_model
 from loadtest.samples import Run
 from loadtest.workload import bursts
 from tests.integration.test_fleet import PROFILE
@@ -206,6 +207,12 @@ async def endpoint(status: int, *, only: str | None = None, **headers: str) -> A
             return web.json_response({}, status=404)
         return web.json_response({"error": {}}, status=status, headers=headers)
 
+    async with serving(handle) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def serving(handle: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app)
@@ -248,7 +255,7 @@ async def test_a_refusal_comes_with_its_cure(
 )
 async def test_a_gateway_needs_only_the_endpoint_that_the_load_uses(experiment: Experiment, path: str) -> None:
     async with endpoint(200, only=path, **{"x-warmroute-policy": "random"}) as url:
-        assert await _check_arms(plan_of([Arm("random", (url,), "random")], experiment)) is False
+        assert await check_arms(plan_of([Arm("random", (url,), "random")], experiment)) is False
 
 
 async def test_a_pod_is_no_router_that_takes_policies() -> None:
@@ -261,6 +268,69 @@ async def test_a_pod_without_counters_is_refused_before_the_load() -> None:
     async with fleet(1) as urls:
         with pytest.raises(PlanError, match=r"--pod http://127.0.0.1:9: its /metrics cannot be read"):
             await measure(plan_of([Arm("one", (urls[0],))], pods=["http://127.0.0.1:9"]))
+
+
+async def test_the_model_that_is_asked_for_is_a_base_model_where_there_is_one() -> None:
+    listed = [{"id": "adapter", "parent": "base"}, {"id": "base", "parent": None}]
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": listed})
+
+    async with serving(models) as url:
+        assert await first_model(url, {}) == "base"
+        del listed[1]
+        assert await first_model(url, {}) == "adapter"
+        listed.clear()
+        with pytest.raises(NotYet, match="lists no model yet"):
+            await first_model(url, {})
+
+
+async def test_what_comes_up_is_waited_for_and_what_does_not_is_told() -> None:
+    told: list[str] = []
+    answers = iter([NotYet("no pod"), NotYet("no pod"), 1, NotYet("the old router"), 2, 3, 4])
+
+    async def check() -> int:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert await patiently(check, wait_s=60, tell=told.append, pause_s=0.0) == 4, "well three times in a row"
+    assert [t.partition(": ")[2] for t in told] == ["no pod", "the old router"]
+    for wait_s, error in ((0, NotYet("at once")), (0.02, NotYet("in vain")), (60, PlanError("not to be cured"))):
+        answers = iter([error] * 1000)
+        with pytest.raises(type(error), match=str(error)):
+            await patiently(check, wait_s=wait_s, tell=told.append, pause_s=0.001)
+
+
+async def test_a_load_waits_for_all_pods_and_for_a_router_that_takes_policies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loadtest.patience.PAUSE_S", 0.0)
+    seen: list[str] = []
+
+    async def router(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        policy = request.headers.get("x-warmroute-policy", "prefix")
+        looks = seen.count("/ready")
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "m", "parent": None}]})
+        if request.path == "/ready":
+            return web.json_response({"reasons": [], "pods_known": 2, "pods_ready": 1 + (looks > 1)})
+        obeys = looks > 3
+        return web.json_response({}, headers={"x-warmroute-policy": policy if obeys else "prefix"})
+
+    async with serving(router) as url:
+        flags = ["--url", url, "--arms", "random", "--wait-s", "60", "--set", "nonsense=1"]
+        assert await asyncio.to_thread(main, ["compare", *flags]) == 2, "a wrong setting is not waited for"
+        assert not seen
+        arms = ["--url", url, "--arms", "random", "--wait-s", "60", "--pod", "http://127.0.0.1:9"]
+        assert await asyncio.to_thread(main, ["compare", *arms]) == 2
+    told = capsys.readouterr().err
+    assert "1 of 2 pods ready" in told
+    assert "routed by 'prefix' though asked for 'random'" in told
+    assert told.rstrip().endswith("its /metrics cannot be read; give the pod's own http://HOST:PORT"), "it went on"
+    assert seen.count("/ready") == 6
 
 
 def test_urls_are_taken_with_and_without_v1() -> None:

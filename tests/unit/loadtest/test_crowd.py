@@ -191,7 +191,12 @@ def test_client_processes_share_every_session_once() -> None:
     [
         pytest.param("nonsense", {}, "known: ", id="unknown name"),
         pytest.param("quick", {"kind": "magic"}, "no kind 'magic'", id="unknown kind"),
-        pytest.param("quick", {"colour": 3}, "does not fit kind 'shared-prefix'", id="unknown argument"),
+        pytest.param(
+            "quick", {"colour": 3}, "it has no 'colour'; it has rate, seconds, .*warmup_s", id="no such setting"
+        ),
+        pytest.param("quick", {"seconds": "abc"}, "'seconds' must be a number, got 'abc'", id="no number"),
+        pytest.param("quick", {"kind": "rag"}, "does not fit kind 'rag'", id="another kind's settings"),
+        pytest.param("quick", {"seconds": 5}, r"all of its 5 s are warm-up \(warmup_s is 10\)", id="only warm-up"),
         pytest.param("quick", {"api": "smoke"}, "scenario quick.toml", id="bad value"),
     ],
 )

@@ -123,6 +123,21 @@ def test_the_pods_own_counters_make_their_hit_share_and_balance() -> None:
     assert f.requests_by_pod == {"http://a": 7, "http://b": 3}
 
 
+def test_a_pod_that_got_nothing_in_one_arm_shows_as_idle_there() -> None:
+    both, one = [sample(), sample(pod="http://b")], [sample(), sample()]
+    run = run_of(("random", [stage(both)]), ("prefix", [stage(one)]), ("other", [stage([sample(pod="http://c")])]))
+    random, prefix, other = (s.pooled for s in summaries(run))
+    assert random.requests_by_pod == {"http://a": 1, "http://b": 1}
+    assert (prefix.requests_by_pod, prefix.imbalance) == ({"http://a": 2, "http://b": 0}, 2.0)
+    assert other.requests_by_pod == {"http://c": 1}, "of a fleet of its own"
+
+
+def test_the_table_names_the_model() -> None:
+    console = Console(record=True, file=io.StringIO(), width=150)
+    console.print(report_text.render(run_of(("a", [stage([sample()])]))))
+    assert "; model m;" in console.export_text()
+
+
 def test_aggregates_are_the_published_ones() -> None:
     """Mean of the stages' tok/s unweighted; mean of the stages' p90 weighted by requests."""
     fast = stage([sample(ttft_s=0.1)] * 10, name="3/s")
