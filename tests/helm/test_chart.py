@@ -445,6 +445,9 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
             if isinstance(inner, dict):
                 compare(inner, part["properties"][key], f"{path}.{key}".strip("."))
 
+    assert set(schema["properties"]["router"]["properties"]["policy"]["enum"]) == set(POLICIES)
+    arm = schema["properties"]["loadtest"]["properties"]["compare"]["properties"]["policies"]["items"]["pattern"]
+    assert all(re.match(arm, name) for name in POLICIES)
     values["router"]["resources"] = values["indexer"]["resources"] = values["valkey"]["resources"] = None
     values["loadtest"]["compare"]["resources"] = None
     compare(values, schema, "")
@@ -489,6 +492,7 @@ def test_the_comparisons_flags_are_known_to_the_load_test(render: Render) -> Non
     experiment.load_experiment(asked.scenario)
     assert asked.policies.split(",") == ["random", "prefix"]
     assert asked.url == "http://rel-warmroute:80"
+    assert 0 < asked.wait_s < job["spec"]["activeDeadlineSeconds"], "pods take minutes to load"
     claim = job["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
     kept = named(objects, "PersistentVolumeClaim", claim)
     assert kept["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
