@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import zmq.asyncio
 
@@ -26,6 +26,9 @@ from router.ops import Metrics
 log = logging.getLogger("warmroute.index")
 
 NO_EVENTS_AFTER_S = 30.0
+
+Activity = Literal["away", "idle", "busy"]
+"""What a worker is doing: it takes no requests; it had none that would make an event; it had some, or nobody knows."""
 
 
 class Indexer:
@@ -47,6 +50,8 @@ class Indexer:
         self._context: zmq.asyncio.Context | None = None
         self._consumers: dict[WorkerAddress, Consumer] = {}
         self._since_s: dict[WorkerAddress, float] = {}
+        self._up_s: dict[WorkerAddress, float] = {}  # when it was seen connected last
+        self.activity: Callable[[WorkerAddress], Activity] = lambda _: "busy"  # whoever knows more sets it
         self._tasks: dict[WorkerAddress, asyncio.Task[None]] = {}
         self._drops: dict[WorkerAddress, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -105,18 +110,25 @@ class Indexer:
         return {str(a): {**c.status(), "problem": self.problem(a)} for a, c in self._consumers.items()}
 
     def problem(self, address: WorkerAddress) -> str | None:
-        """Why a worker gives no events after 30 s, in words for the operator; None while all is well."""
-        consumer = self._consumers[address]
-        if self._clock() - self._since_s[address] < NO_EVENTS_AFTER_S or consumer.last_event_s is not None:
-            return None
+        """Why a worker gives no events for 30 s, in words for the operator; None while all is well."""
+        consumer, activity, now_s = self._consumers[address], self.activity(address), self._clock()
         endpoint = consumer.source.spec.events
+        if activity == "away":
+            return None
         if not consumer.source.connected:
+            if now_s - self._up_s[address] < NO_EVENTS_AFTER_S:
+                return None
+            if consumer.last_event_s is not None:
+                return f"the connection to {endpoint} was lost and does not come back, though the pod takes requests"
             return (
                 f"nobody publishes KV events at {endpoint}: check the port, and that the engine was started with "
                 '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
                 '"endpoint": "tcp://*:PORT"}\' '
                 "(an endpoint without * makes the engine connect instead of bind)"
             )
+        heard = consumer.last_event_s is not None or activity == "idle"
+        if heard or now_s - self._since_s[address] < NO_EVENTS_AFTER_S:
+            return None
         return (
             f"connected to {endpoint}, but no KV event came: no request was served yet, prefix caching is off, "
             "or events are off (enable_kv_cache_events)"
@@ -140,7 +152,7 @@ class Indexer:
             limits=self._limits,
         )
         self._consumers[spec.address] = consumer
-        self._since_s[spec.address] = self._clock()
+        self._since_s[spec.address] = self._up_s[spec.address] = self._clock()
         self._tasks[spec.address] = asyncio.create_task(self._run(consumer), name=f"kv-events {spec.address}")
 
     async def _run(self, consumer: Consumer) -> None:
@@ -160,7 +172,7 @@ class Indexer:
         task.cancel()
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        del self._consumers[address], self._since_s[address]
+        del self._consumers[address], self._since_s[address], self._up_s[address]
         self._warned.discard(address)
 
     async def _drop(self, address: WorkerAddress) -> None:
@@ -194,20 +206,25 @@ class Indexer:
             await asyncio.sleep(0.005 if more else 0.5)
 
     def _observe(self) -> None:
-        connected = 0
+        connected = silent = 0
         totals: dict[Tier, int] = {}
         for address, consumer in self._consumers.items():
-            connected += consumer.source.connected
+            if consumer.source.connected:
+                connected += 1
+                self._up_s[address] = self._clock()
             for tier, blocks in consumer.ledger.claimed.items():
                 totals[tier] = totals.get(tier, 0) + blocks
-            if address not in self._warned and (problem := self.problem(address)):
+            problem = self.problem(address)
+            silent += problem is not None
+            if problem is None:
+                self._warned.discard(address)
+            elif address not in self._warned:
                 self._warned.add(address)
                 log.warning("no KV events", extra={"fields": {"worker": str(address), "problem": problem}})
         self._metrics.kv_sources.labels(state="connected").set(connected)
         self._metrics.kv_sources.labels(state="not_connected").set(len(self._consumers) - connected)
         for tier, blocks in totals.items():
             self._metrics.kv_blocks.labels(tier=tier).set(blocks)
-        silent = sum(self.problem(address) is not None for address in self._consumers)
         self._metrics.kv_sources.labels(state="silent").set(silent)
 
     def count(self, what: str, n: int = 1) -> None:

@@ -49,5 +49,6 @@ def follow(fleet: Fleet, indexer: Indexer) -> None:
             known[0] = specs
             indexer.set_pods(specs)
 
+    indexer.activity = fleet.activity
     fleet.on_change(changed)
     fleet.on_restart(indexer.restarted)

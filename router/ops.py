@@ -172,7 +172,9 @@ class Metrics:
         )
         self.near_cache_hits = self.counter("near_cache_hit_blocks", "blocks that a lookup need not ask Redis for")
         self.local_view_blocks = self.gauge("local_view_blocks", "blocks that this router remembers having routed")
-        self.kv_sources = self.gauge("kv_sources", "workers whose KV events are followed, by state", "state")
+        self.kv_sources = self.gauge(
+            "kv_sources", "workers whose KV events are followed, by state; silent: wrongly so, see /debug/pods", "state"
+        )
         self.kv_blocks = self.gauge("kv_blocks", "blocks that the followed workers hold, by tier", "tier")
         self.kv_events = self.counter("kv_events", "what happened while following KV events", "what")
 

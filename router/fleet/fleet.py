@@ -12,7 +12,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -45,6 +45,7 @@ STARTING_INTERVAL_S = 0.5  # pods that may come up any moment
 MODELS_EVERY_PROBES = 5
 REFUSED_PROBES_UNTIL_GONE = 2
 FOREIGN_UNCACHED_RATIO = 0.5  # of a usual prompt: what a request of somebody else, waiting in a pod, will have computed
+IDLE_BELOW_TOKENS = 1000.0  # of prompts since its start: a few short ones fill no block and make no event
 REREAD_INTERVAL_S = 1.0  # an adapter loaded a moment ago is asked for: at most so often, whatever clients ask for
 REREAD_LIMIT_S = 2.0
 REREAD_AT_ONCE_PODS = 32
@@ -301,6 +302,17 @@ class Fleet:
         return WorkerFacts(
             own.inflight_requests + foreign, own.prefill_tokens + round(queued), rank.kv_held_ratio or 0.0
         )
+
+    def activity(self, worker: WorkerAddress) -> Literal["away", "idle", "busy"]:
+        """Should it have KV events to tell? `away`: it takes no requests. `idle`: it says that it had next to none."""
+        pod, life = self.state.pods.get(worker.pod), self._lives.get(worker.pod)
+        if pod is None or not pod.serving:
+            return "away"
+        rank = self._fresh_rank(life, worker.rank)
+        if life is None or life.sample is None or rank is None or life.sample.prefix_caching is False:
+            return "busy"
+        queries_tokens = rank.cache_queries_tokens
+        return "idle" if queries_tokens is not None and queries_tokens < IDLE_BELOW_TOKENS else "busy"
 
     def _fresh_rank(self, life: _Life | None, rank: int) -> RankLoad | None:
         if life is None or life.sample is None:

@@ -423,6 +423,42 @@ async def test_a_closed_port_is_told_with_the_likely_cause() -> None:
         await indexer.close()
 
 
+async def test_silence_is_told_of_a_pod_that_had_something_to_tell_and_of_a_feed_that_is_lost() -> None:
+    now_s, doing = [0.0], ["idle"]
+    metrics = Metrics()
+    indexer = Indexer(MemoryIndex(), seed="s", metrics=metrics, clock=lambda: now_s[0], times=QUICK)
+    indexer.activity = lambda _: doing[0]  # type: ignore[assignment,return-value]
+    await indexer.start()
+
+    def problem() -> str | None:
+        return indexer.status()[str(POD)]["problem"]
+
+    async def observed(at_s: float, silent: int) -> None:
+        now_s[0] = at_s
+        await until(lambda: metrics.value("warmroute_kv_sources", state="silent") == silent)
+
+    try:
+        with contextlib.closing(Publisher()) as publisher:
+            indexer.set_pods([SourceSpec(POD, "m", publisher.events, None)])
+            await until(lambda: indexer.status()[str(POD)]["connected"])
+            await observed(40.0, silent=0)
+            assert problem() is None, "no request came: nothing to tell"
+            doing[0] = "busy"
+            await observed(42.0, silent=1)
+            assert "no KV event came" in problem()
+            await until(lambda: publisher.publish(batch(1, 0)) or indexer.status()[str(POD)]["event_age_s"] is not None)
+            await observed(44.0, silent=0)
+        await until(lambda: not indexer.status()[str(POD)]["connected"])
+        assert problem() is None, "a moment ago it was there"
+        await observed(80.0, silent=1)
+        assert "was lost" in problem()
+        doing[0] = "away"
+        await observed(82.0, silent=0)
+        assert problem() is None, "it takes no requests: another alert's"
+    finally:
+        await indexer.close()
+
+
 # -- the queue ----------------------------------------------------------------------------------------------------
 
 

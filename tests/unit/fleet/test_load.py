@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from router.core.types import WorkerAddress
 from router.fleet.fleet import Fleet
 from router.fleet.load import is_stale, parse_metrics
-from router.fleet.state import PodSpec
+from router.fleet.state import FleetState, PodSpec
 
 RECORDED = Path(__file__).parents[2] / "data" / "recorded" / "default" / "metrics.txt"
 
@@ -123,3 +124,22 @@ def test_what_a_scrape_says_of_adapters_reaches_the_workers_that_it_can_be_said_
     assert fleet.adapters.delay_s(two, "a") == fleet.adapters.delay_s(three, "a") == 1.0, (
         "which rank has it is not said"
     )
+
+
+def test_what_a_worker_has_to_tell_is_known_from_its_own_counters() -> None:
+    fleet, worker = Fleet(clock=lambda: 0.0), WorkerAddress("p")
+    assert fleet.activity(worker) == "away", "nobody knows it"
+    fleet.set_pods([PodSpec(identity="p", name="p", url="http://p:1")])
+    assert fleet.activity(worker) == "away", "it takes no requests yet"
+    pod = fleet.state.pods["p"]
+    fleet.state = FleetState(pods={"p": msgspec.structs.replace(pod, not_ready=None)})
+    assert fleet.activity(worker) == "busy", "nothing is known of it"
+
+    def scraped(queries_tokens: int, *, caching: bool = True) -> str:
+        page = f'vllm:prefix_cache_queries_total{{engine="0"}} {queries_tokens}\n'
+        page += f'vllm:cache_config_info{{engine="0",enable_prefix_caching="{caching}"}} 1\n'
+        fleet._lives["p"].sample = parse_metrics(page.encode(), now_s=0.0)
+        return fleet.activity(worker)
+
+    assert [scraped(n) for n in (0, 30, 5000)] == ["idle", "idle", "busy"]
+    assert scraped(0, caching=False) == "busy", "without a cache it will never tell anything: that is to be told"
