@@ -256,7 +256,9 @@ class ServeSettings(CommonSettings):
     request_max_bytes: int = Field(
         128 << 20, gt=0, description="longest request body; inline images reach tens of megabytes"
     )
-    request_header_max_bytes: int = Field(65536, ge=1024, description="longest header line; JWTs pass 8 KiB")
+    request_header_max_bytes: int = Field(
+        65536, ge=1024, description="longest header line; JWTs pass 8 KiB. All of them together: four times that"
+    )
     request_headers_max: int = Field(256, gt=0, description="most header lines of a request")
     request_head_limit_s: float = Field(30.0, gt=0, description="from the first byte to the end of a request's head")
     request_body_idle_limit_s: float = Field(60.0, gt=0, description="longest silence while a body is being sent")

@@ -3,7 +3,7 @@
 The low-level `web.Server` and not an `Application`: one handler sees every method and path as it was received, nothing
 is inflated, redirected or routed on the way, and it costs less CPU a request.
 aiohttp's own error pages (plain text, 400 for long headers, a traceback in the log for every malformed request) are
-replaced here. May import: aiohttp, router.ops, router.proxy.{errors,headers,limits}.
+replaced here. May import: aiohttp, router.door, router.ops, router.proxy.{errors,headers,limits}.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from aiohttp.http import HttpVersion10, HttpVersion11
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
+from router.door import error_object
 from router.ops import Metrics
 from router.proxy.errors import HttpError
 from router.proxy.limits import ProxyLimits
 
 log = logging.getLogger("router.proxy")
+
+LINGER_S = 2.0  # a refused upload is read on so long, so that its sender sees the answer
+HEAD_LINES_MAX = 4  # longest lines that a whole head may have the size of
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -37,7 +41,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class Connection(RequestHandler):
     """One client's connection: aiohttp's protocol with a limit on the head's time and with our errors."""
 
-    __slots__ = ("_front", "_head_timer", "_peer", "_refused")
+    __slots__ = ("_front", "_head_bytes", "_head_timer", "_peer", "_refused", "_used")
 
     def __init__(self, front: Front) -> None:
         limits = front.limits
@@ -50,13 +54,15 @@ class Connection(RequestHandler):
             max_line_size=limits.request_header_max_bytes,
             max_field_size=limits.request_header_max_bytes,
             max_headers=limits.request_headers_max,
-            lingering_time=2.0,  # a refused upload is read on so long, so that its sender sees the answer
+            lingering_time=LINGER_S,
             auto_decompress=False,
         )
         self._front = front
+        self._head_bytes = 0  # of a head that is not complete; below 0: it was too long
         self._head_timer: asyncio.TimerHandle | None = None
         self._peer = ""
         self._refused = False
+        self._used = False  # a request has come
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         peer = transport.get_extra_info("peername")
@@ -74,11 +80,21 @@ class Connection(RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._head_bytes < 0:
+            return  # refused already, read on so that its sender sees the answer and no reset
         super().data_received(data)
         if self._busy():
             self._stop_head_timer()
+            self._head_bytes, self._used = 0, True
+            return
+        if self._used and self._waiter is None:
+            return  # the rest of a body that nobody wants: no head is waited for
+        limits = self._front.limits
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_LINES_MAX * limits.request_header_max_bytes:
+            self._head_too_long()
         elif self._head_timer is None and data:  # idle, and the head is not complete yet
-            self._head_timer = self._loop.call_later(self._front.limits.request_head_limit_s, self._head_too_slow)
+            self._head_timer = self._loop.call_later(limits.request_head_limit_s, self._head_too_slow)
 
     def _busy(self) -> bool:
         """A request is being answered, or waits for it. (On a fresh connection nobody awaits one yet.)"""
@@ -88,6 +104,16 @@ class Connection(RequestHandler):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _head_too_long(self) -> None:
+        """Each line is within its limit, but there are too many of them to be kept."""
+        self._head_bytes = -1
+        self._stop_head_timer()
+        self._head_timer = self._loop.call_later(LINGER_S, self.force_close)
+        if self.transport is not None and not self.transport.is_closing():
+            text = error_object(431, "The request's headers are larger than this router takes.")
+            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
+            self.transport.write(b"%bContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (head, len(text), text))
 
     def _head_too_slow(self) -> None:
         self._head_timer = None

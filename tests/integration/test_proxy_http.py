@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import os
+import time
 import zlib
 
 import pytest
@@ -71,6 +73,20 @@ async def test_h09_above_the_limit_is_a_json_413(framing: str) -> None:
         assert w.bodies() == 0
 
 
+async def test_h09_a_refused_upload_that_goes_on_gets_one_reply() -> None:
+    async with world(request_max_bytes=1000, request_header_max_bytes=8192) as w:
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.port)
+        writer.write(b"POST /v1/x HTTP/1.1\r\nHost: r\r\nContent-Length: 9999999\r\n\r\n")
+        got = asyncio.create_task(reader.read(-1))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20):
+                writer.write(b"x" * 50_000)
+                await writer.drain()
+                await asyncio.sleep(0.005)
+        assert (await got).count(b"HTTP/1.1") == 1
+        writer.close()
+
+
 async def test_bodies_together_are_bounded() -> None:
     async def slow(served: Served) -> None:
         await served.wait_closed_by_peer()
@@ -104,6 +120,18 @@ async def test_h10_longer_request_headers_are_a_json_431() -> None:
         status, _ = await error_of(w, post(CHAT, b"{}", *(b"X-%d: 1" % n for n in range(80))))
         assert status == 431
         assert w.bodies() == 0
+
+
+async def test_h10_many_long_request_headers_are_not_kept_without_end() -> None:
+    """Two hundred lines of 60 KB are 12 MB before anything is known of the request."""
+    async with world(request_header_max_bytes=8192) as w:
+        lines = [b"X-%d: " % n + b"x" * 8000 for n in range(40)]
+        status, error = await error_of(w, post(CHAT, b"{}", *lines))
+        assert (status, error["type"]) == (431, "invalid_request_error")
+        assert (await one(w, post(CHAT, b'{"model":"m"}', *lines[:3])))[0] == 200
+        began_s = time.monotonic()
+        assert (await w.raw(b"\r\n" * 100_000)).startswith(b"HTTP/1.1 431")
+        assert time.monotonic() - began_s < 10.0, "and then the connection is closed"
 
 
 async def test_h10_longer_reply_headers_are_a_json_502() -> None:
