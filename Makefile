@@ -88,7 +88,7 @@ bench-proxy: $(VENV)/.dev  ## what the proxy costs: CPU a request, added time to
 	$(BIN)/python -m loadtest.bench.proxy
 
 bench-regimes: $(VENV)/.dev  ## every regime under every rule on three profiles: does the default lose anywhere? (about 40 minutes)
-	$(BIN)/python -m loadtest matrix --jobs 2 --dir reports/matrix --csv docs/regimes.csv
+	$(BIN)/python -m loadtest matrix --jobs 2 --csv docs/regimes.csv
 
 bench-agreement: $(VENV)/.dev  ## emulated pods in real time behind the router against the simulation (about 6 minutes)
 	$(BIN)/python -m loadtest.bench.agreement

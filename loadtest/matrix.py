@@ -61,7 +61,7 @@ def load_plan() -> Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--dir", type=Path, default=Path("matrix-runs"), metavar="DIR", help="where runs are kept")
+    parser.add_argument("--dir", type=Path, default=Path("reports/matrix"), metavar="DIR", help="where runs are kept")
     parser.add_argument(
         "--profile", action="append", default=[], metavar="NAME", help="repeatable (default: all judged)"
     )
