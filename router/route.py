@@ -281,8 +281,10 @@ class Conductor:
         name = prepared.policy or self._policy
         shadow = self._shadow if name == self._policy else None
         views = self._views(prepared, exclude, everybody=name != "prefix" or shadow is not None)
-        if not views and exclude:  # those worth a look have all been tried
+        if not views:  # those worth a look have all been tried, or are left alone
             views = self._views(prepared, exclude, everybody=True)
+        if not views and not exclude:  # all are left alone: one client's poison must not close the fleet to the others
+            views = self._views(prepared, exclude, everybody=True, ill=True)
         by_worker = {v.candidate.worker: v for v in views}
         crowd_key = _deepest(views)
         request = self._routing_request(prepared, crowd_key)
@@ -361,7 +363,11 @@ class Conductor:
             affinity=first,
         )
 
-    def _views(self, prepared: Prepared, exclude: Set[WorkerAddress], *, everybody: bool) -> list[_View]:
+    def _views(
+        self, prepared: Prepared, exclude: Set[WorkerAddress], *, everybody: bool, ill: bool = False
+    ) -> list[_View]:
+        """Who may get it. `ill`: those whose breaker is open, as long as they answer at all."""
+        may = self._fleet.answers if ill else self._fleet.allows
         local: dict[KeySpace, Mapping[WorkerAddress, int]] = {
             space: self._local.holders(chain.keys[: chain.usable]) for space, chain in prepared.chains.items()
         }
@@ -371,7 +377,7 @@ class Conductor:
         return [
             self._view(prepared, entry, local, adapter)
             for entry in self._roster.worth_a_look(listing, holders, everybody=everybody)
-            if entry.worker not in exclude and self._fleet.allows(entry.worker)
+            if entry.worker not in exclude and may(entry.worker)
         ]
 
     def _adapter(self, listing: Listing) -> str | None:

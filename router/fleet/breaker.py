@@ -32,7 +32,7 @@ TRIAL_LIMIT_S = 10.0  # a trial whose outcome nobody tells (its client left) doe
 class Breaker:
     """Counts faults in a row; any proper answer closes it."""
 
-    __slots__ = ("_faults", "_open", "_pause_s", "_trial_until_s", "_until_s")
+    __slots__ = ("_faults", "_open", "_pause_s", "_trial_until_s", "_until_s", "answers")
 
     def __init__(self) -> None:
         self._faults = 0
@@ -40,6 +40,7 @@ class Breaker:
         self._until_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._trial_until_s = 0.0
+        self.answers = True  # its last fault was an answer, a 5xx: it may be the request that is ill
 
     def allows(self, *, now_s: float) -> bool:
         """A request may be sent to the worker now."""
@@ -66,6 +67,7 @@ class Breaker:
             if self._open:
                 self.succeeded(now_s=now_s)  # it answers, and says that it is busy: that is not ill
             return
+        self.answers = kind == "status_5xx"
         if self._open:
             if now_s >= self._until_s:  # the trial failed; what else comes late changes nothing
                 self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)

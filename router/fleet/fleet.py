@@ -326,6 +326,11 @@ class Fleet:
         breaker = self._breakers.get(worker)
         return breaker is None or breaker.allows(now_s=self._clock())
 
+    def answers(self, worker: WorkerAddress) -> bool:
+        """The worker is not known to be worse than one that answers with 5xx, whatever its breaker says."""
+        breaker = self._breakers.get(worker)
+        return breaker is None or breaker.answers
+
     def generation(self, pod: str) -> int | None:
         """A number for the pod's present life; None when it is gone."""
         life = self._lives.get(pod)

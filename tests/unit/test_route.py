@@ -10,6 +10,7 @@ import pytest
 
 from router.core.hashing import chain_keys, pack_tokens, root_key
 from router.core.types import Add, BlockKey, Clear, IndexUnavailable, Remove, WorkerAddress, WorkerId
+from router.fleet.breaker import Breaker
 from router.fleet.fleet import Fleet
 from router.fleet.state import ModelEntry, PodSpec, Probed, Seen
 from router.index.local import LocalView
@@ -17,6 +18,7 @@ from router.index.memory import MemoryIndex
 from router.index.port import Held, IndexReader
 from router.ops import Metrics
 from router.policy.baselines import POLICIES
+from router.policy.retry import FailureKind
 from router.route import Choice, Conductor, Refused, RouteLimits, RouteRequest
 from router.tokenize.port import NoTokens, PromptTokens
 
@@ -116,6 +118,27 @@ async def test_a_burst_of_siblings_sees_each_other() -> None:
     matched = [c.matched_tokens for c in chosen if isinstance(c, Choice)]
     assert len({c.name for c in chosen if isinstance(c, Choice)}) < 4
     assert sum(m == 1600 for m in matched if m is not None) >= 5
+
+
+def ill(town: Town, pod: str, kind: FailureKind) -> None:
+    breaker = town.fleet._breakers[WorkerAddress(pod)] = Breaker()
+    for _ in range(5):
+        breaker.failed(kind, now_s=town.now_s)
+    assert not town.fleet.allows(WorkerAddress(pod))
+
+
+async def test_one_clients_poison_does_not_close_the_fleet_to_the_others() -> None:
+    """Its 500s open every breaker; the pods answer all the same, so it may be the request that is ill."""
+    town = Town(pods=3)
+    for pod in ("p0", "p1"):
+        ill(town, pod, "status_5xx")
+    assert (await town.ask([1])).name == "pod-2", "as long as one is well it is left alone"
+    ill(town, "p2", "reset")
+    assert {(await town.ask([n])).name for n in range(20)} == {"pod-0", "pod-1"}, "whoever answers not at all stays out"
+    for pod in ("p0", "p1"):
+        ill(town, pod, "timeout")
+    prepared = await town.conductor.prepare(RouteRequest(endpoint="/v1/completions", model="m"))
+    assert town.conductor.choose(prepared) == Refused("no_worker")
 
 
 async def test_a_removal_takes_the_prediction_away_at_once() -> None:
