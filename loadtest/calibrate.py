@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -26,6 +26,7 @@ BATCHES = (1, 2, 4, 8, 16)
 OUTPUT_TOKENS = 48
 REPEATS = 3
 TINY = 1e-9
+ASSUMED = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 
 
 class PodFacts(msgspec.Struct, frozen=True):
@@ -73,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a served model; default: the first that the pod lists")
     parser.add_argument("--name", default="measured", help="the profile's name (default: measured)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: NAME.toml)")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="as the pod was started; it does not say")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="likewise")
+    said = "as the pod was started, which it does not say; assumed unless given"
+    parser.add_argument("--max-num-seqs", type=int, help=f"{said} ({ASSUMED['max_num_seqs']})")
+    parser.add_argument("--max-num-batched-tokens", type=int, help=f"{said} ({ASSUMED['max_num_batched_tokens']})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     except CalibrationError as exc:
         print(exc)
         return 1
-    text = profile_text(args.name, facts, fit(prefills, decodes), args.max_num_seqs, args.max_num_batched_tokens)
+    given = {name: value for name in ASSUMED if (value := getattr(args, name)) is not None}
+    text = profile_text(args.name, facts, fit(prefills, decodes), given)
     out.write_text(text, encoding="utf-8")
     print(text)
     print(f"written to {out}; {len(prefills)} prompts and {len(decodes)} batches measured")
@@ -226,16 +229,16 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
     return [system[i][n] / system[i][i] / scale[i] for i in range(n)]
 
 
-def profile_text(name: str, facts: PodFacts, found: Fit, max_num_seqs: int, max_batched: int) -> str:
-    """The profile as TOML."""
+def profile_text(name: str, facts: PodFacts, found: Fit, given: Mapping[str, int]) -> str:
+    """The profile as TOML. `given`: those of ASSUMED that somebody knows."""
     values: dict[str, Any] = {
         "name": name,
         "model": facts.model,
         **{k: float(f"{v:.6g}") for k, v in msgspec.structs.asdict(found).items()},
         "block_size_tokens": facts.block_size_tokens,
         "num_blocks": facts.num_blocks,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_batched,
+        **ASSUMED,
+        **given,
         "max_model_len_tokens": facts.max_model_len_tokens,
         "calibrated": False,
         "calibration_note": "constants measured, the whole not yet compared with a load test of the same pod",
@@ -245,5 +248,5 @@ def profile_text(name: str, facts: PodFacts, found: Fit, max_num_seqs: int, max_
     sources = dict.fromkeys(msgspec.structs.asdict(found), measured) | dict.fromkeys(
         ("block_size_tokens", "num_blocks", "max_model_len_tokens"), "as the pod says"
     )
-    sources |= dict.fromkeys(("max_num_seqs", "max_num_batched_tokens"), "given on the command line")
+    sources |= {n: "given on the command line" if n in given else "assumed: the pod does not say" for n in ASSUMED}
     return "\n".join([*lines, "", "[sources]", *(f"{k} = {json.dumps(v)}" for k, v in sources.items())]) + "\n"

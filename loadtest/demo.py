@@ -1,6 +1,6 @@
 """`warmroute demo`: emulated pods, the real router before them, random against prefix routing. Nothing to install.
 
-May import: the standard library, rich, the rooms of loadtest.
+May import: the standard library, rich, the rooms of loadtest, router.policy.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from loadtest.report import summaries
 from loadtest.rig import MODEL, rig
 from loadtest.run import Arm, Plan, PlanError, execute
 from loadtest.samples import Run
+from router.policy.baselines import POLICIES
 
 PROFILE = "laptop-toy"
 KV_BLOCKS = 1500  # of 16 tokens: 8 of the demo's 20 prefixes
@@ -46,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.pods < 1:
             raise PlanError("--pods must be at least 1; two or more, to have something to choose")
+        if unknown := [p for p in args.policies.split(",") if p not in POLICIES]:
+            raise PlanError(f"--policies: there is no {unknown[0]!r}; known: {', '.join(POLICIES)}")
         experiment = load_experiment("demo", changes)
+        experiment.build(args.seed)  # what cannot be built is told before anything starts
         console.print(_what(experiment, args.pods), highlight=False, markup=False)
         done = loop.run(_demo(args, experiment, console))
     except (PlanError, ScenarioError) as exc:
@@ -81,9 +85,13 @@ def _what(experiment: Experiment, pods: int) -> str:
     w = experiment.workload[0]
     prefixes = w["groups"] * w["prefix_tokens"]
     pod = KV_BLOCKS * load_profile(PROFILE).block_size_tokens
+    enough = -(-prefixes // pod)
+    if pods >= enough:
+        fits = f"and fit the fleet's ({pods * pod:,}):\nthat is where routing by prefix pays."
+    else:
+        fits = f"and the fleet's ({pods * pod:,}) too:\nit can keep a part of them. {enough} pods or more keep all."
     return (
         f"{pods} EMULATED pods (no GPU, no model) behind a real warmroute. {experiment.about}.\n"
-        f"The prefixes together ({prefixes:,} tokens) overflow one pod's KV cache ({pod:,}) and fit the fleet's "
-        f"({pods * pod:,}):\nthat is where routing by prefix pays. If they fitted one pod, or were all different, "
-        "there would be nothing to win."
+        f"The prefixes together ({prefixes:,} tokens) overflow one pod's KV cache ({pod:,}) {fits} "
+        "If they fitted one pod, or were all different, there would be nothing to win."
     )

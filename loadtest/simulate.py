@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         for name in regimes.names():
             print(f"{name:<28} {regimes.load_regime(name).about}")
         print("rules: " + ", ".join(FACTORIES))
+        print(f"NAME:FIELD=NUMBER,... takes {_fields(Setup(profile=load_profile('laptop-toy')))}")
         return 0
     if args.accept:
         return accept(args.profile or "qwen3-32b-2xh100", args.seeds)
@@ -194,16 +195,20 @@ def _arm(rule: str, world: Setup) -> tuple[str, Setup, Costs]:
     for field, _, value in (f.partition("=") for f in fields.split(",") if f):
         if field in Costs.__struct_fields__:
             costs = msgspec.structs.replace(costs, **{field: float(value)})
-        elif field in Setup.__struct_fields__:
-            kind = type(getattr(world, field))
-            world = msgspec.structs.replace(world, **{field: kind(float(value))})
+        elif isinstance(now := getattr(world, field, None), int | float):
+            world = msgspec.structs.replace(world, **{field: type(now)(float(value))})
         else:
-            raise ValueError(f"rule {rule!r}: no field {field!r} in Costs or Setup")
+            raise ValueError(f"rule {rule!r}: no field {field!r}; NAME:FIELD=NUMBER takes {_fields(world)}")
     if rule.endswith(ORACLE_SUFFIX):
         world = msgspec.structs.replace(world, knowledge="oracle")
     if name.startswith("precise"):
         world = msgspec.structs.replace(world, scrape_interval_s=min(world.scrape_interval_s, PUBLISHED_SCRAPE_S))
     return name, world, costs
+
+
+def _fields(world: Setup) -> str:
+    knowledge = [n for n in Setup.__struct_fields__ if isinstance(getattr(world, n), int | float)]
+    return f"the costs {', '.join(Costs.__struct_fields__)} and, of the world, {', '.join(knowledge)}"
 
 
 def accept(profile_name: str, seeds: int) -> int:

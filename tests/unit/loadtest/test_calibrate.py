@@ -78,8 +78,11 @@ def test_too_little_is_an_error() -> None:
 def test_the_profile_that_is_written_can_be_loaded(tmp_path: Path) -> None:
     facts = PodFacts(model='a "model"', max_model_len_tokens=4096, block_size_tokens=32, num_blocks=300)
     path = tmp_path / "mine.toml"
-    path.write_text(profile_text("mine", facts, TRUE, 64, 2048))
+    path.write_text(profile_text("mine", facts, TRUE, {"max_num_seqs": 64}))
     profile = load_profile(str(path))
+    assert (profile.max_num_seqs, profile.max_num_batched_tokens) == (64, 8192)
+    assert profile.sources["max_num_seqs"] == "given on the command line"
+    assert profile.sources["max_num_batched_tokens"].startswith("assumed")
     assert profile.model == facts.model
     assert profile.t0_s == TRUE.t0_s
     assert profile.kv_cache_tokens == 32 * 300
