@@ -30,6 +30,7 @@ from router.ops import Metrics
 from router.settings import IndexSettings, SettingsError
 
 LOOKS = 3
+NOT_COMPARED = 3  # exit status; 1: it differs, 2: it cannot be asked like that
 PODS_KNOWN_WITHIN_S = 30.0
 
 
@@ -169,15 +170,18 @@ async def check(settings: IndexSettings) -> list[Report]:
 async def _safely(spec: SourceSpec, reader: RedisIndexReader, session: aiohttp.ClientSession, seed: str) -> Report:
     try:
         return await compare(spec, reader, session, seed)
-    except (ReplayFailed, IndexUnavailable) as exc:
-        return Report(str(spec.address), "?", 0, 0, 0, 0, f": {exc}")
+    except IndexUnavailable as exc:
+        return Report(str(spec.address), "?", 0, 0, 0, 0, f": Redis does not answer: {exc}")
+    except ReplayFailed as exc:
+        return Report(str(spec.address), "?", 0, 0, 0, 0, f": the pod does not say what it holds: {exc}")
 
 
 def show(reports: Sequence[Report]) -> int:
-    """Print; the exit status is 1 when something differs or nothing could be compared."""
+    """Print; the exit status is 1 when something differs, else 3 when something could not be compared."""
     for report in reports:
         sys.stdout.write(report.line() + "\n")
     if not reports:
         sys.stdout.write("no pod told its model and events endpoint: nothing was compared\n")
-    compared = [r for r in reports if r.source != "?"]
-    return int(len(compared) < len(reports) or not reports or any(r.missing_blocks or r.stale_blocks for r in reports))
+    if any(r.missing_blocks or r.stale_blocks for r in reports):
+        return 1
+    return NOT_COMPARED if not reports or any(r.source == "?" for r in reports) else 0

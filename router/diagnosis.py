@@ -15,6 +15,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
     url: str
     health_status: int | None = None
+    is_router: bool = False
     version: str | None = None
     models: list[str] = []
     root: str | None = None
@@ -50,6 +51,9 @@ def diagnose(facts: Facts) -> list[Finding]:
     """Findings in the order in which to mend them. Pure."""
     if facts.health_status is None:
         return [Finding("bad", "unreachable", f"no answer from {facts.url}/health", "is it up, and is this its port?")]
+    if facts.is_router:
+        says = f"{facts.url} is a Warmroute router, which has no cache of its own"
+        return [Finding("bad", "is_a_router", says, "give a pod's own URL; /debug/pods on its admin port lists them")]
     found = [_health(facts), _model(facts), _prefix_caching(facts), *_events(facts)]
     if facts.batches:
         found.append(_block_size(facts))

@@ -46,6 +46,9 @@ async def examine(url: str, *, events: str | None, tokenizer: str | None, api_ke
         facts.health_status = (await _get(http, "/health"))[0]
         if facts.health_status is None:
             return facts
+        facts.is_router = await _is_router(http)
+        if facts.is_router:
+            return facts
         await _look_around(http, facts)
         await _probe_and_listen(http, facts, wait_s=wait_s)
         await _compare_tokens(http, facts, tokenizer)
@@ -73,6 +76,15 @@ async def _post(http: aiohttp.ClientSession, path: str, body: bytes) -> tuple[in
             return reply.status, await reply.json(content_type=None)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
         return None, None
+
+
+async def _is_router(http: aiohttp.ClientSession) -> bool:
+    """Only we have such a page, ready or not."""
+    _, text = await _get(http, "/ready")
+    with contextlib.suppress(ValueError):
+        told = json.loads(text)
+        return isinstance(told, dict) and "pods_known" in told
+    return False
 
 
 async def _look_around(http: aiohttp.ClientSession, facts: Facts) -> None:

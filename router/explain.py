@@ -44,6 +44,10 @@ def run(argv: list[str]) -> int:
         help="header it would be sent with, such as the tenant's; repeatable",
     )
     args = parser.parse_args(argv)
+    if not args.endpoint.startswith("/"):
+        parser.error(f"--endpoint {args.endpoint} must be a path, such as /v1/completions")
+    if wrong := [given for given in args.header if not given.partition(":")[0].strip() or ":" not in given]:
+        parser.error(f"--header {wrong[0]} must be NAME:VALUE")
     try:
         raw = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
     except OSError as exc:

@@ -340,7 +340,9 @@ class IndexSettings(CommonSettings):
 
     admin_port: int = Field(9091, ge=0, lt=65536, description="admin port; 0: a free one, logged")
     check: bool = Field(
-        False, description="compare the index with what the pods hold, print it, and exit: 1 when something differs"
+        False,
+        description="compare the index with what the pods hold, print it, and exit: 0 when they are equal, 1 when"
+        " something differs, 3 when it could not be compared",
     )
 
 

@@ -14,6 +14,7 @@ from router.doctor import examine
 from router.tokenize.model import ModelOptions, ModelRenderer
 from router.tokenize.port import PromptTokens
 from router.tokenize.rendering import render_fully
+from tests.fakes.proxy_world import world
 from tests.fakes.publisher import Publisher
 from tests.unit.tokenize.exported import TINY, tiny_exported, with_template
 
@@ -166,6 +167,14 @@ async def test_events_of_an_old_engine() -> None:
         found = await findings(url)
     assert bad(found) == []
     assert "old_events" in [f.name for f in found]
+
+
+async def test_a_router_is_told_from_a_pod() -> None:
+    async with world() as w:
+        assert bad(await findings(w.url, wait_s=0.1)) == ["is_a_router"]
+        w.fleet.urls.clear()
+        assert bad(await findings(w.url, wait_s=0.1)) == ["is_a_router"], "one that is not ready is one too"
+        assert w.bodies() == 0
 
 
 async def test_nobody_there() -> None:

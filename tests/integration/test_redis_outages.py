@@ -14,7 +14,7 @@ import uvloop
 from aiohttp import web
 
 from indexer.app import Indexer
-from indexer.check import compare, dumped, show
+from indexer.check import _safely, compare, dumped, show
 from indexer.consumer import Limits
 from indexer.source import SourceSpec
 from router.core.types import Add, BlockKey, IndexUnavailable, Remove, WorkerAddress, WorkerId
@@ -500,6 +500,13 @@ async def test_a_check_tells_equal_from_missing_and_stale(server: Server) -> Non
             report = await compare(spec, reader, session, "s", pause_s=0.01)
             assert (report.missing_blocks, report.stale_blocks, show([report])) == (1, 1, 1)
             assert "DIFFERS" in report.line()
+            lost = await _safely(spec, reader, session, "s")
+            assert (lost.source, show([lost])) == ("replay", 1)
+            await asyncio.to_thread(server.stop)
+            lost = await _safely(spec, reader, session, "s")
+            await asyncio.to_thread(server.start)
+            assert "not compared: Redis does not answer: " in lost.line()
+            assert (show([lost]), show([lost, report]), show([])) == (3, 1, 3)
 
 
 async def test_a_check_reads_an_emulated_pods_own_dump(server: Server) -> None:

@@ -96,3 +96,20 @@ def test_the_doctor_refuses_an_address_of_another_form(
     with pytest.raises(SystemExit, match="2"):
         doctor.run(args)
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--header", "x"], "--header x must be NAME:VALUE"),
+        (["--header", ":x"], "--header :x must be NAME:VALUE"),
+        (["--endpoint", "foo"], "--endpoint foo must be a path"),
+    ],
+)
+def test_a_question_that_means_nothing_is_refused(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        explain.run(["body.json", *flags])
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
