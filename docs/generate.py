@@ -1,10 +1,17 @@
-"""Write docs/configuration.md and docs/metrics.md from the code. `make docs`; a test compares."""
+"""Write docs/configuration.md, docs/metrics.md and docs/commands.md from the code. `make docs`; a test compares."""
 
+import argparse
+import importlib
 import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 from pydantic.fields import FieldInfo
 
+from loadtest.cli import COMMANDS
+from router import diff, doctor, explain
+from router.cli import PASSED_ON, TOOLS
 from router.ops import Metrics, PodRows
 from router.settings import CommonSettings, IndexSettings, ServeSettings, choices
 
@@ -22,8 +29,8 @@ def configuration() -> str:
         "    port: 8080",
         "    decision_headers: true",
         "    pod:",
-        "      - http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558",
-        "      - http://10.0.0.2:8000,events=tcp://10.0.0.2:5557,replay=tcp://10.0.0.2:5558",
+        "      - http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5657",
+        "      - http://10.0.0.2:8000,events=tcp://10.0.0.2:5557,replay=tcp://10.0.0.2:5657",
     ]
     common = set(CommonSettings.model_fields)
     lines += _table("`warmroute serve` and `warmroute index`", CommonSettings, common)
@@ -92,7 +99,55 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+def commands() -> str:
+    lines = [
+        "# Commands",
+        "",
+        "Generated from the tools' own flags by `make docs`. The settings of `warmroute serve` and `warmroute index`",
+        "are in `configuration.md`. Every command takes `--help`. In a checkout the command is `.venv/bin/warmroute`.",
+        "Those that call a router over https trust a CA of your own with `SSL_CERT_FILE=ca.pem` in the environment.",
+    ]
+    for name, text, parser in _parsers():
+        lines += ["", f"## `{name}`", "", f"{text[0].upper()}{text[1:]}.", "", "| flag | meaning |", "|---|---|"]
+        for action in parser._actions:
+            if action.help not in (None, argparse.SUPPRESS) and not isinstance(action, argparse._HelpAction):
+                flag = ", ".join(action.option_strings)
+                value = action.metavar or (action.dest if not flag else _value(action))
+                help_text = parser._get_formatter()._expand_help(action).replace("|", "\\|")
+                needed = "; needed" if action.required and flag else ""
+                lines.append(f"| `{f'{flag} {value}'.strip()}` | {help_text}{needed} |")
+    return "\n".join(lines) + "\n"
+
+
+def _value(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    return "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+
+
+class _Built(Exception):
+    """A parser as it is just before it parses."""
+
+
+def _parsers() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    runs: dict[str, Callable[[list[str]], object]] = {"explain": explain.run, "diff": diff.run, "doctor": doctor.run}
+    for name, text in TOOLS.items():
+        with mock.patch.object(argparse.ArgumentParser, "parse_args", lambda parser, _: _raise(_Built(parser))):
+            try:
+                runs[name]([])
+            except _Built as built:
+                yield f"warmroute {name}", text, built.args[0]
+    for name, (module, add, _, text) in COMMANDS.items():
+        parser = argparse.ArgumentParser()
+        getattr(importlib.import_module(module), add)(parser)
+        yield f"warmroute {name}" if name in PASSED_ON else f"warmroute loadtest {name}", text, parser
+
+
+def _raise(exc: Exception) -> typing.NoReturn:
+    raise exc
+
+
+PAGES = {"configuration.md": configuration, "metrics.md": metrics, "commands.md": commands}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

@@ -11,7 +11,12 @@ COMMANDS = {
     "run": ("loadtest.compare", "add_run_arguments", "run_one", "load one OpenAI-compatible endpoint and measure it"),
     "compare": ("loadtest.compare", "add_arguments", "run", "the same load under several policies, on the same pods"),
     "report": ("loadtest.compare", "add_report_arguments", "run_report", "make the reports again from a saved JSON"),
-    "fleet": ("loadtest.fleet.launch", "add_arguments", "run", "start emulated vLLM pods"),
+    "fleet": (
+        "loadtest.fleet.launch",
+        "add_arguments",
+        "run",
+        "start emulated pods (completions and chats of text, n = 1; no responses, messages, embeddings, LoRA loads)",
+    ),
     "simulate": ("loadtest.simulate", "add_arguments", "run", "a fleet in virtual time, no sockets"),
     "matrix": (
         "loadtest.matrix",

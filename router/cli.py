@@ -13,11 +13,11 @@ from importlib.metadata import version
 
 from router.settings import IndexSettings, ServeSettings, SettingsError, add_flags, read
 
-_PASSED_ON = {
+PASSED_ON = {
     "loadtest": "drive an OpenAI endpoint, compare policies, simulate, or start emulated pods",
     "demo": "emulated pods, a router and a comparison with random routing, on this machine",
 }
-_TOOLS = {
+TOOLS = {
     "explain": "say where a running router would send a request, and why",
     "diff": "find the first token at which two requests part, and the likely cause",
     "doctor": "check one live pod: events, block size, tokens, predicted against delivered hits",
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "index", help="keep the shared index in Redis true from the pods' KV events", allow_abbrev=False
     )
     add_flags(index, IndexSettings)
-    for name, text in {**_PASSED_ON, **_TOOLS}.items():
+    for name, text in {**PASSED_ON, **TOOLS}.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
 
@@ -46,11 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if args and args[0] in _PASSED_ON:
+    if args and args[0] in PASSED_ON:
         from loadtest.__main__ import main as loadtest_main
 
         return loadtest_main(args[1:] if args[0] == "loadtest" else args)
-    if args and args[0] in _TOOLS:
+    if args and args[0] in TOOLS:
         return _tool(args[0], args[1:])
     parser = build_parser()
     if not args:

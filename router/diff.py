@@ -61,8 +61,8 @@ def _print(found: Parting, *, block_size_tokens: int) -> None:
 def run(argv: Sequence[str]) -> int:
     """`warmroute diff`. 0: equal or a continuation; 1: they part; 2: bad input."""
     parser = argparse.ArgumentParser(prog="warmroute diff", description="where two requests part, and why")
-    parser.add_argument("a", metavar="A.json")
-    parser.add_argument("b", metavar="B.json")
+    parser.add_argument("a", metavar="A.json", help="one request's JSON body")
+    parser.add_argument("b", metavar="B.json", help="the other's")
     parser.add_argument(
         "--tokenizer", help="folder or hub id of the model's tokenizer; without it tokens are estimated"
     )
