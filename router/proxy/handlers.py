@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from urllib.parse import unquote
 
@@ -87,9 +88,14 @@ class Proxy:
         self._pod_key = None if key is None else f"Bearer {key}".encode()
         self._bodies = BodyLedger(parts.limits.buffered_bodies_max_bytes)
         self._lifecycle = lifecycle
+        self._unpacking = ThreadPoolExecutor(1, thread_name_prefix="inflate")
         self.inflight = 0
         self._meters = Meters(parts.metrics)
         parts.metrics.inflight.set_function(lambda: self.inflight)
+
+    def close(self) -> None:
+        """Nothing is handled any more."""
+        self._unpacking.shutdown(wait=False, cancel_futures=True)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, remembered however it ends."""
@@ -186,7 +192,8 @@ class Proxy:
                 thorough=limits.tenant_salt,
             )
             packed = held.body is not None and "Content-Encoding" in request.headers
-            parsed = await asyncio.to_thread(read) if packed else read()  # a small body may become a long text
+            # A small body may become a long text. A thread of its own: all others may be waiting for name servers.
+            parsed = await asyncio.get_running_loop().run_in_executor(self._unpacking, read) if packed else read()
         await self._check_model(parsed)
         record.model = parsed.model
         headers: RawHeaders = request.raw_headers
@@ -331,6 +338,7 @@ class ProxyApp:
     async def close(self) -> None:
         """Stop helpers; call it after the listeners were closed."""
         await self.parts.gone.close()
+        self.proxy.close()
 
 
 def build_app(
