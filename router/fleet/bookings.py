@@ -15,7 +15,8 @@ from types import TracebackType
 from router.core.types import BlockKey, Clock, WorkerAddress
 from router.fleet.rates import PrefillRates
 
-PLACED_WINDOW_S = 180.0
+PLACED_WINDOW_S = 600.0  # at 180, a prompt that was evicted after some minutes was placed as if nothing had been
+PLACED_GRAIN_S = 1.0
 
 
 class WorkerLoad:
@@ -211,9 +212,13 @@ class Bookings:
 
     def place(self, worker: WorkerAddress, prompt_tokens: int) -> None:
         """A prompt that nobody held goes there: its cache will be this much fuller."""
-        load = self.of(worker)
-        load.placed.append((self._clock(), prompt_tokens))
+        load, now_s = self.of(worker), self._clock()
         load.placed_tokens += prompt_tokens
+        if load.placed and now_s - load.placed[-1][0] < PLACED_GRAIN_S:
+            since_s, tokens = load.placed.pop()
+            load.placed.append((since_s, tokens + prompt_tokens))
+        else:
+            load.placed.append((now_s, prompt_tokens))
 
     def placed_tokens(self, worker: WorkerAddress) -> int:
         """Tokens of such prompts within PLACED_WINDOW_S."""

@@ -183,21 +183,39 @@ def pick(candidates: Sequence[Candidate], request: RoutingRequest, costs: Costs,
 def _least_placed(
     priced: Sequence[tuple[float, Candidate]], least: float, request: RoutingRequest, costs: Costs
 ) -> list[Candidate]:
-    """Of those near the least price, the ones where the fewest tokens of such prompts were placed lately.
+    """Of those near the cheapest, the ones where the fewest tokens of such prompts were placed lately.
 
-    Near: at most half as dear again, and through with what is ahead before the cheapest would have computed this
-    prompt too; or hardly more company and nothing ahead, for on an idle fleet ratios of prices say little.
+    Near: at most half as much work ahead of the first token again, and no more of it booked than the cheapest has with
+    this prompt; at most half as much company and held KV again; not much slower than is usual here. Or hardly more
+    company and nothing ahead, for on an idle fleet ratios say little. Tokens, not seconds, so that the noise of learnt
+    rates does not decide who gets more.
     """
+    cheapest = next(c for p, c in priced if p == least)
     quiet = min(c.inflight_requests for _, c in priced) + costs.n0_requests
-    soonest_s = min(ahead_s(c, request) for p, c in priced if p == least)
+    soonest = ahead_tokens(cheapest, request)
+    burden_max = costs.placement_slack_ratio * _burden(cheapest, request, costs)
+    rates = sorted(c.prefill_tokens_per_s for _, c in priced)
+    slowest_tokens_per_s = rates[len(rates) // 2] / costs.placement_slack_ratio
     near = [
         (c.placed_tokens, p, c)
         for p, c in priced
-        if (p <= least * costs.placement_slack_ratio and c.booked_prefill_tokens <= soonest_s * c.prefill_tokens_per_s)
+        if (
+            c.prefill_tokens_per_s >= slowest_tokens_per_s
+            and c.booked_prefill_tokens <= soonest
+            and ahead_tokens(c, request) <= soonest * costs.placement_slack_ratio
+            and _burden(c, request, costs) <= burden_max
+        )
         or (c.booked_prefill_tokens == 0 and c.inflight_requests <= quiet and not c.adapter_s)
+        or c is cheapest
     ]
     placed, price_, _ = min(near, key=lambda t: t[:2])
     return [c for w, p, c in near if w == placed and p == price_]
+
+
+def _burden(c: Candidate, request: RoutingRequest, costs: Costs) -> float:
+    """The price without what is ahead and without the worker's speed, for a prompt that nobody holds."""
+    work = own_tokens(c, request) + costs.w_kv_prompts * c.kv_held_ratio * request.prompt_tokens
+    return (work + costs.w_adapter * c.adapter_s * c.prefill_tokens_per_s) * (c.inflight_requests + costs.n0_requests)
 
 
 def _home(

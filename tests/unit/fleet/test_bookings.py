@@ -92,14 +92,19 @@ def test_a_prompt_taken_for_computed_weighs_nothing_and_its_first_token_still_co
     assert (bookings.of(A).prefill_tokens, bookings.of(A).decode_context_tokens) == (0, 0)
 
 
-def test_prompts_placed_on_a_worker_are_counted_for_three_minutes() -> None:
+def test_prompts_placed_on_a_worker_are_counted_for_ten_minutes() -> None:
     now_s = 0.0
     bookings = Bookings(clock=lambda: now_s)
     worker = WorkerAddress("placed")
     for _ in range(5):
         bookings.place(worker, 1000)
-        now_s += 60.0
-    assert bookings.placed_tokens(worker) == 3000, "those of 120, 180 and 240 s"
+        now_s += 200.0
+    assert bookings.placed_tokens(worker) == 3000, "those of 400, 600 and 800 s"
     assert bookings.placed_tokens(WorkerAddress("other")) == 0
+    for _ in range(1000):
+        now_s += 0.01
+        bookings.place(worker, 1)
+    assert len(bookings.of(worker).placed) <= 15, "one entry a second, however many requests"
+    assert bookings.placed_tokens(worker) == 3000, "that of 400 s has gone meanwhile"
     bookings.retire(worker)
     assert bookings.placed_tokens(worker) == 0, "a new life has an empty cache"
