@@ -54,8 +54,8 @@ def test_bases_are_pinned_and_the_user_is_the_charts() -> None:
     assert len(set(bases)) == 1
     assert re.fullmatch(r"docker\.io/library/python:3\.11\.\d+-slim-\w+", bases[0])
     (user,) = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
-    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
-    assert f"runAsUser: {user[0]}\nrunAsGroup: {user[1]}\n" in helpers
+    values = (CHART / "values.yaml").read_text()
+    assert re.findall(r"^  runAs(?:User|Group): (\d+)$", values, re.MULTILINE) == list(user)
     assert 'ENTRYPOINT ["warmroute"]' in DOCKERFILE, "the chart's args begin with the subcommand"
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert f"docker build -t warmroute:{chart['appVersion']} ." in DOCKERFILE
