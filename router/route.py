@@ -462,7 +462,7 @@ class Conductor:
         decision = self._policies[name](candidates, routing, self._costs, self._rng)
         if isinstance(decision, Chosen):
             decision = msgspec.structs.replace(decision, reason=_reason(prepared, decision))
-        best = best_of(candidates, routing) if candidates else Best(0, 1)
+        best = best_of(candidates, routing) if candidates else Best(0, 1, 0.0)
         limit_s = self._limits.overload_prefill_s
         return {
             "model": request.model,

@@ -131,13 +131,14 @@ class Best(msgspec.Struct, frozen=True, gc=False):
 
     uncached_tokens: int
     workers: int
+    own_tokens: float  # the work of it, see `prefill_tokens`
 
 
 def best_of(candidates: Sequence[Candidate], request: RoutingRequest) -> Best:
     """Over workers that may get the request, at least one."""
     uncached = [uncached_tokens(c, request) for c in candidates]
     least = min(uncached)
-    return Best(least, uncached.count(least))
+    return Best(least, uncached.count(least), prefill_tokens(request.prompt_tokens, least))
 
 
 def price(c: Candidate, best: Best, request: RoutingRequest, costs: Costs) -> Terms:
@@ -150,7 +151,7 @@ def price(c: Candidate, best: Best, request: RoutingRequest, costs: Costs) -> Te
     return Terms(
         queue_s=c.booked_prefill_tokens / r,
         own_s=m / r,
-        regret_s=a * (m - prefill_tokens(request.prompt_tokens, best.uncached_tokens)) / r,
+        regret_s=a * (m - best.own_tokens) / r,
         kv_s=costs.w_kv_prompts * c.kv_held_ratio * request.prompt_tokens / r,
         adapter_s=costs.w_adapter * c.adapter_s,
         company=n + costs.n0_requests,

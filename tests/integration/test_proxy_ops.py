@@ -272,7 +272,10 @@ async def test_a_certificate_that_is_renewed_is_served_without_a_restart(
     settings = read(ServeSettings, {"tls_cert": str(cert), "tls_key": str(key)})
     context = server_tls(settings)
     assert context is not None
-    served = lambda port: ssl.get_server_certificate(("127.0.0.1", port), timeout=5)  # noqa: E731
+
+    def served(port: int) -> str:
+        return ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
+
     task = asyncio.create_task(renewed(context, settings, look_s=0.02))
     async with world(front_ssl=context) as w:
         first = await asyncio.to_thread(served, w.port)
